@@ -1,0 +1,19 @@
+"""The engine's errors: what a request did wrong, what the machine lacks, what a peer broke."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Something went wrong in the engine."""
+
+
+class EngineConfigError(EngineError):
+    """A setting is illegal or does not fit the machine; the message names it, its value and what is legal."""
+
+
+class ModelRefused(EngineError):
+    """This model cannot be served correctly; the message names the architecture and the layer that is the reason."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot be reached, or went away with the request; the request may be retried."""
