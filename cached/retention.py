@@ -7,6 +7,7 @@ seconds.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def _parse_range(item: object, index: int, name: str) -> TokenRange:
 
 
 def _check_disjoint(numbered: list[tuple[int, TokenRange]], name: str) -> None:
-    for (left_index, left), (right_index, right) in zip(numbered, numbered[1:], strict=False):
+    for (left_index, left), (right_index, right) in itertools.pairwise(numbered):
         where = f"{name}.token_ranges[{left_index}]"
         if left.end is None:
             raise RetentionError(
@@ -134,7 +135,9 @@ def _check_disjoint(numbered: list[tuple[int, TokenRange]], name: str) -> None:
 def _known_keys(raw: Mapping[object, object], known: set[str], where: str) -> None:
     for key in raw:
         if key not in known:
-            raise RetentionError(f"{where} has an unknown field {str(key)[:64]!r}; known: {', '.join(sorted(known))}", where)
+            raise RetentionError(
+                f"{where} has an unknown field {str(key)[:64]!r}; known: {', '.join(sorted(known))}", where
+            )
 
 
 def _priority(value: object, where: str) -> int:

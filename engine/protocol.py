@@ -227,6 +227,4 @@ class TierChanged:
 TO_ENGINE = MessageTable(
     {1: Hello, 2: Submit, 3: Cancel, 4: Confirm, 5: Stop, 6: OwnerTable, 7: StatsRequest}, MAX_FRAME_BYTES
 )
-TO_GATEWAY = MessageTable(
-    {1: Welcome, 2: Step, 3: Rejected, 4: Stats, 5: TierChanged}, MAX_FRAME_BYTES
-)
+TO_GATEWAY = MessageTable({1: Welcome, 2: Step, 3: Rejected, 4: Stats, 5: TierChanged}, MAX_FRAME_BYTES)

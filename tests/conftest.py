@@ -19,5 +19,7 @@ def demo_model_dir() -> Path:
 
         path = default_state_dir() / "models" / "demo"
     if not (path / "config.json").exists():
-        pytest.fail(f"no demo model at {path}; run `make test`, or `halocline fetch-model`, or set HALOCLINE_TEST_MODEL")
+        pytest.fail(
+            f"no demo model at {path}; run `make test`, or `halocline fetch-model`, or set HALOCLINE_TEST_MODEL"
+        )
     return path
