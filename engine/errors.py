@@ -17,3 +17,14 @@ class ModelRefused(EngineError):
 
 class EngineUnavailable(EngineError):
     """The engine cannot be reached, or went away with the request; the request may be retried."""
+
+
+class RequestRejected(EngineError):
+    """The engine refused a request before it began; `retryable` tells a busy engine (503) from a bad request (400)."""
+
+    def __init__(self, code: str, message: str, param: str | None, retryable: bool) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retryable = retryable
