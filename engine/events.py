@@ -1,0 +1,113 @@
+"""What happens to the index, as values, and the ring from which any number of consumers read (kv-semantics 6).
+
+An event names blocks by hash and namespaces by fingerprint; never the salt, never the namespace. Consumers hold their
+own cursor, so none steals from another; one that fell behind is told `Lost` and asks for a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cached.keys import HASH_ALGO, BlockHash, OwnerId
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """The pool exists; blocks per tier."""
+
+    blocks: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block that became shareable. `token_ids` only if the engine is configured to tell."""
+
+    block_hash: BlockHash
+    tier: str
+    priority: int
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A run of blocks, each the child of the one before; `parent_hash` None for a first block."""
+
+    parent_hash: BlockHash | None
+    blocks: tuple[StoredBlock, ...]
+    namespace_fingerprint: str
+    owner: OwnerId
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks that left a tier."""
+
+    block_hashes: tuple[BlockHash, ...]
+    tier: str
+    namespace_fingerprint: str
+    owner: OwnerId
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A block's priority changed."""
+
+    block_hash: BlockHash
+    tier: str
+    old_priority: int
+    new_priority: int
+    namespace_fingerprint: str
+    owner: OwnerId
+
+
+Event = Created | Stored | Removed | Updated
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedEvent:
+    """An event as a consumer sees it: its number rises by one, its incarnation is new at every engine start."""
+
+    event_id: int
+    incarnation: str
+    hash_algo: str
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Events before `next_event_id` are gone for this reader; a snapshot puts it right."""
+
+    next_event_id: int
+
+
+class EventRing:
+    """The newest `capacity` events; 0 keeps none."""
+
+    def __init__(self, capacity: int, incarnation: str) -> None:
+        self._capacity = capacity
+        self._incarnation = incarnation
+        self._events: deque[NumberedEvent] = deque(maxlen=capacity)
+        self._next_id = 0
+
+    @property
+    def next_event_id(self) -> int:
+        """The cursor of a reader that has seen everything."""
+        return self._next_id
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Number and keep events; the oldest fall out."""
+        if self._capacity == 0:
+            return
+        for event in events:
+            self._events.append(NumberedEvent(self._next_id, self._incarnation, HASH_ALGO, event))
+            self._next_id += 1
+
+    def read(self, cursor: int, limit: int) -> list[NumberedEvent] | Lost:
+        """At most `limit` events from `cursor` on, or what a reader that fell behind has to know."""
+        oldest = self._next_id - len(self._events)
+        if cursor < oldest or cursor > self._next_id:
+            return Lost(oldest)
+        first = cursor - oldest
+        return [self._events[index] for index in range(first, min(first + limit, len(self._events)))]
