@@ -1,0 +1,452 @@
+"""Messages between the cache daemon and its peers; one request, one reply, matched by `request_id`.
+
+A peer opens with `Hello`; an engine names its layout and gets `Welcome` together with the payload's descriptor
+(SCM_RIGHTS), an observer names none and may only ask for `stats` and `drop`. Everything a peer reserves or leases
+belongs to its session and is undone when that ends.
+
+    peer                                  cached
+    Hello ──────────────────────────────▶ Welcome (+ payload descriptor) | HelloRefused
+    Lookup(hashes) ─────────────────────▶ LookupReply(num_blocks)
+    Lease(hashes) ──────────────────────▶ LeaseReply(lease_id, slots, …)   then the peer copies, then
+    Release(lease_id) ──────────────────▶ ReleaseReply(held)
+    Reserve(chain) ─────────────────────▶ ReserveReply(outcomes, …)        then the peer copies, then
+    Commit(reservations, checksums) ────▶ CommitReply(outcomes), or
+    Abort(reservations) ────────────────▶ Done
+    Touch · Suspect · Drop · StatsRequest ▶ Done · Done · DropReply · Stats
+    Settled · Bye                         no reply
+
+What there are many of travels as columns: one `bytes` per field, native byte order (both ends share a machine), so
+that a message of 4,096 blocks is decoded without an object per block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cached.keys import BlockHash, OwnerId
+from cached.retention import OnExpiry
+from cached.wire import MessageTable
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 2**20
+MAX_HASHES = 16384
+"""Most hashes in one lookup, lease or suspect."""
+MAX_ROWS = 4096
+"""Most blocks in one reserve, commit, abort or touch."""
+
+NO_PARENT = bytes(32)
+"""Stands for "no parent" in a column of hashes: a first block's. No block hashes to zero."""
+NAMESPACE_FINGERPRINT_BYTES = 4
+CLIENT_ID_BYTES = 16
+NEVER = float("inf")
+"""The deadline of a block without one."""
+
+RefusalReason = Literal["orphan", "full", "outranked", "no_layout", "absent"]
+REFUSAL_REASONS: tuple[RefusalReason, ...] = ("orphan", "full", "outranked", "no_layout", "absent")
+CommitOutcome = Literal["stored", "orphan", "expired"]
+COMMIT_OUTCOMES: tuple[CommitOutcome, ...] = ("stored", "orphan", "expired")
+
+RESERVED = 0
+PRESENT = 1
+PENDING = 2
+FIRST_REFUSAL = 3
+"""In `ReserveReply.outcomes`: from here on `REFUSAL_REASONS[code − FIRST_REFUSAL]`."""
+
+
+# --- What an engine offers and gets -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TierHello:
+    """The layout of an engine's blocks; only engines with equal layouts share blocks (kv-semantics 1.1)."""
+
+    layout_fingerprint: bytes
+    block_bytes: int
+    tokens_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedBlock:
+    """One block of a chain offered to the tier. `parent` None: a first block. `deadline` in CLOCK_BOOTTIME seconds,
+    None: never. `namespace_fingerprint` is what `keys.fingerprint` gives."""
+
+    block_hash: BlockHash
+    parent: BlockHash | None
+    namespace_fingerprint: str
+    priority: int
+    deadline: float | None
+    on_expiry: OnExpiry
+    owner: OwnerId
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A slot to copy the block into: at `slot_offset` of the payload, then `commit` or `abort` the reservation."""
+
+    reservation: int
+    slot_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """The tier has the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Somebody is storing the block now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The tier does not take the block; the same offer may be taken later."""
+
+    reason: RefusalReason
+
+
+ReserveOutcome = Reserved | Present | Pending | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedBlock:
+    """Where one leased block lies and what its bytes must hash to (xxh3-64)."""
+
+    slot_offset: int
+    generation: int
+    checksum: int
+    priority: int
+    deadline: float | None
+    on_expiry: OnExpiry
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout on the wire: 1–64 bytes of fingerprint, bytes and tokens of one block."""
+
+    fingerprint: bytes
+    block_bytes: int
+    tokens_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A peer's first message. `client_id` is random per client and survives its reconnects; `self_test` is
+    `keys.self_test_vector()`; `layout` None makes the peer an observer."""
+
+    request_id: int
+    version: int
+    client_id: bytes
+    self_test: bytes
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The session is open. An observer gets zeros for the sizes and no descriptor."""
+
+    request_id: int
+    version: int
+    session: int
+    slot_bytes: int
+    num_slots: int
+    payload_bytes: int
+    lease_ttl_s: float
+    reservation_ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HelloRefused:
+    """The session is not opened; `reason` is one word, `message` says what to do."""
+
+    request_id: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """How long a leading run of these blocks does the tier hold? `hashes`: 32 bytes each."""
+
+    request_id: int
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LookupReply:
+    """`num_blocks` of the asked are there, from the first on."""
+
+    request_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Keep the leading run of these blocks in place until released, at most `lease_ttl_s`."""
+
+    request_id: int
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReply:
+    """`lease_id` 0: nothing to lease. Columns: u32 slots, u64 generations and checksums, u8 priorities, f64
+    deadlines, u8 on_expiry (1: drop)."""
+
+    request_id: int
+    lease_id: int
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+    priorities: bytes
+    deadlines: bytes
+    on_expiry: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The copies under a lease are done."""
+
+    request_id: int
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReply:
+    """`held`: the lease was good until now; otherwise every copy made under it is a miss."""
+
+    request_id: int
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """A chain of blocks, root first. Columns: hashes and parents of 32 bytes (zeros: a first block), namespace
+    fingerprints of 4, u8 priorities, f64 deadlines (infinity: never), u8 on_expiry (1: drop), owners of 16."""
+
+    request_id: int
+    hashes: bytes
+    parents: bytes
+    namespaces: bytes
+    priorities: bytes
+    deadlines: bytes
+    on_expiry: bytes
+    owners: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveReply:
+    """One u8 outcome per block; for each RESERVED one, in order, a u64 reservation and a u32 slot."""
+
+    request_id: int
+    outcomes: bytes
+    reservations: bytes
+    slots: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The blocks of these reservations are in place. Columns: u64 reservations, u64 checksums."""
+
+    request_id: int
+    reservations: bytes
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReply:
+    """One u8 index into COMMIT_OUTCOMES per reservation."""
+
+    request_id: int
+    outcomes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Give up these reservations (u64 each); nothing will be written into their slots any more."""
+
+    request_id: int
+    reservations: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A sequence released these blocks: new retention, and a release for recency (kv-semantics 2.6)."""
+
+    request_id: int
+    hashes: bytes
+    priorities: bytes
+    deadlines: bytes
+    on_expiry: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """The peer found bytes that do not match these blocks' checksums; they are verified before they are served again."""
+
+    request_id: int
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Remove all blocks of one owner (16 bytes) and what descends from them."""
+
+    request_id: int
+    owner: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DropReply:
+    """So many blocks are gone."""
+
+    request_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request has been carried out and has nothing to say."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatsRequest:
+    """Ask for `Stats`."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """One counter of a labelled family."""
+
+    label: str
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """What the tier holds (blocks, unless the name says bytes) and has done since the daemon started (kv-semantics 7.2).
+
+    `used` = idle + leased blocks; reserved and quarantined slots come on top; `allocated_slots` grows to
+    `capacity_slots` while the arena is being allocated.
+    """
+
+    layout_fingerprint: str = ""
+    capacity_bytes: int = 0
+    allocated_bytes: int = 0
+    slot_bytes: int = 0
+    capacity_slots: int = 0
+    allocated_slots: int = 0
+    sessions: int = 0
+    used: int = 0
+    idle: int = 0
+    leased: int = 0
+    reserved: int = 0
+    waiting: int = 0
+    quarantined: int = 0
+    unverified: int = 0
+    owners: int = 0
+    used_by_priority: tuple[Count, ...] = ()
+    looked_up: int = 0
+    found: int = 0
+    stored: int = 0
+    loaded: int = 0
+    aborted: int = 0
+    expired: int = 0
+    dropped: int = 0
+    dropped_unused: int = 0
+    verified: int = 0
+    corrupt: int = 0
+    restored: int = 0
+    lost_at_restart: int = 0
+    leases_broken: int = 0
+    reservations_expired: int = 0
+    evicted_by_priority: tuple[Count, ...] = ()
+    refused_by_reason: tuple[Count, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The answer to `StatsRequest`."""
+
+    request_id: int
+    statistics: TierStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """No copy of this client's earlier sessions is under way any more: what was quarantined for them is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The peer ends the session and neither reads nor writes the payload any more."""
+
+
+MESSAGES: dict[int, type] = {
+    1: Hello,
+    2: Welcome,
+    3: HelloRefused,
+    4: Lookup,
+    5: LookupReply,
+    6: Lease,
+    7: LeaseReply,
+    8: Release,
+    9: ReleaseReply,
+    10: Reserve,
+    11: ReserveReply,
+    12: Commit,
+    13: CommitReply,
+    14: Abort,
+    15: Touch,
+    16: Suspect,
+    17: Drop,
+    18: DropReply,
+    19: Done,
+    20: StatsRequest,
+    21: Stats,
+    22: Settled,
+    23: Bye,
+}
+TABLE = MessageTable(MESSAGES, MAX_FRAME_BYTES)
+
+
+# --- Columns ----------------------------------------------------------------------------------------------------
+
+
+def u32s(values: Sequence[int]) -> bytes:
+    """A column of u32."""
+    return array("I", values).tobytes()
+
+
+def u64s(values: Sequence[int]) -> bytes:
+    """A column of u64."""
+    return array("Q", values).tobytes()
+
+
+def f64s(values: Sequence[float]) -> bytes:
+    """A column of f64."""
+    return array("d", values).tobytes()
+
+
+def read_u32s(column: bytes) -> array[int]:
+    """A column of u32, read; raises ValueError when bytes are left over."""
+    return array("I", column)
+
+
+def read_u64s(column: bytes) -> array[int]:
+    """A column of u64, read; raises ValueError when bytes are left over."""
+    return array("Q", column)
+
+
+def read_f64s(column: bytes) -> array[float]:
+    """A column of f64, read; raises ValueError when bytes are left over."""
+    return array("d", column)
