@@ -1,0 +1,386 @@
+"""The commands `halocline tenant …` and `halocline key …`: they change the store, and running gateways follow it.
+
+Decides about words, confirmation and exit codes. The command line's context object brings the configuration
+(`ctx.obj.tenants`); how things look is `render`'s. What is heavy is imported when a command runs, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from tenants import render
+from tenants.errors import (
+    AccessDenied,
+    InvalidValue,
+    KeyNotFound,
+    TenantExists,
+    TenantNotFound,
+    TenantsError,
+)
+from tenants.keys import name_key
+from tenants.values import ApiKey
+
+if TYPE_CHECKING:
+    from tenants.store import Store
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+_EXIT_CODES: tuple[tuple[type[TenantsError], int], ...] = (
+    (TenantNotFound, 3),
+    (KeyNotFound, 3),
+    (AccessDenied, 4),
+    (TenantExists, 5),
+    (InvalidValue, 6),
+)
+
+_EXIT_CODE_HELP = """
+\b
+Exit codes: 0 done, 1 failed, 2 wrong usage or not confirmed, 3 not found,
+4 no permission, 5 exists already, 6 not a legal value, 130 interrupted.
+"""
+
+
+class Failure(click.ClickException):
+    """An error of ours on its way to standard error and to an exit code."""
+
+    def __init__(self, error: TenantsError) -> None:
+        super().__init__(str(error))
+        self.exit_code = next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), EXIT_FAILED)
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.format_message()}", err=True, file=file)
+
+
+class _Group(click.Group):
+    """A group whose commands may raise our errors."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TenantsError as error:
+            raise Failure(error) from error
+        except KeyboardInterrupt:
+            click.echo("\ninterrupted", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, whose form is stable, for scripts.")
+
+
+@click.group(cls=_Group, epilog=_EXIT_CODE_HELP)
+def tenant() -> None:
+    """Make, show, suspend and delete tenants.
+
+    A tenant is whoever has a cache of their own: no request is ever answered from another tenant's cache. Running
+    gateways follow every change within a second, without a restart. Lists are tables on a terminal and
+    tab-separated, without a header, in a pipe.
+
+    \b
+    Examples:
+      halocline tenant create acme
+      halocline key create acme > acme.key
+      halocline tenant list --json
+    """
+
+
+@tenant.command("create")
+@click.argument("name")
+@_json_option
+@click.pass_context
+def create_tenant(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Make the tenant NAME.
+
+    A name has 1 to 63 of the characters a-z, 0-9 and '-', and begins with a letter or a digit. The tenant has no key
+    yet; `halocline key create NAME` makes one. A tenant that was deleted and is made again starts with an empty cache.
+
+    \b
+    Example:
+      halocline tenant create acme
+    """
+    now = time.time()
+    with _store(ctx) as store:
+        made = store.create_tenant(name, now)
+        render.one(sys.stdout, render.tenant_fields(made, [], now), render.TENANT_SCHEMA, as_json)
+    _note(f"next: halocline key create {name} > {name}.key")
+
+
+@tenant.command("list")
+@_json_option
+@click.pass_context
+def list_tenants(ctx: click.Context, as_json: bool) -> None:
+    """List all tenants, by name.
+
+    Columns: name, state, active keys, salt epoch, created, id.
+
+    \b
+    Examples:
+      halocline tenant list
+      halocline tenant list | cut -f1
+      halocline tenant list --json
+    """
+    now = time.time()
+    with _store(ctx) as store:
+        tenants, keys = store.list_tenants(), store.list_keys()
+    keys_of: dict[str, list[ApiKey]] = {one.id: [] for one in tenants}
+    for key_ in keys:
+        keys_of.setdefault(key_.tenant_id, []).append(key_)
+    rows = [render.tenant_fields(one, keys_of[one.id], now) for one in tenants]
+    render.many(sys.stdout, rows, render.TENANT_SCHEMA, render.TENANT_LIST_SCHEMA, "tenants", as_json)
+    if not rows:
+        _note("there are no tenants yet; halocline tenant create NAME makes one")
+
+
+@tenant.command("show")
+@click.argument("name")
+@_json_option
+@click.pass_context
+def show_tenant(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Show the tenant NAME.
+
+    \b
+    Example:
+      halocline tenant show acme --json
+    """
+    with _store(ctx) as store:
+        _show_tenant(store, name, as_json)
+
+
+@tenant.command("suspend")
+@click.argument("name")
+@_json_option
+@click.pass_context
+def suspend_tenant(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Stop serving the tenant NAME.
+
+    Its requests are answered 403 from the next second on. Keys, salt and cache stay; `halocline tenant resume NAME`
+    undoes it.
+
+    \b
+    Example:
+      halocline tenant suspend acme
+    """
+    with _store(ctx) as store:
+        store.suspend_tenant(name)
+        _show_tenant(store, name, as_json)
+
+
+@tenant.command("resume")
+@click.argument("name")
+@_json_option
+@click.pass_context
+def resume_tenant(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Serve the tenant NAME again after a suspension.
+
+    \b
+    Example:
+      halocline tenant resume acme
+    """
+    with _store(ctx) as store:
+        store.resume_tenant(name)
+        _show_tenant(store, name, as_json)
+
+
+@tenant.command("delete")
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Delete without asking; needed where there is no terminal.")
+@_json_option
+@click.pass_context
+def delete_tenant(ctx: click.Context, name: str, yes: bool, as_json: bool) -> None:
+    """Delete the tenant NAME, its keys and its salt secret.
+
+    There is no way back: its keys stop working within a second and its cache can never be found again, not even by a
+    new tenant of the same name. On a terminal you are asked to type the name; elsewhere --yes is needed.
+
+    \b
+    Examples:
+      halocline tenant delete acme
+      halocline tenant delete acme --yes
+    """
+    now = time.time()
+    with _store(ctx) as store:
+        doomed = render.tenant_fields(store.get_tenant(name), store.list_keys(name), now)
+        if not yes:
+            _confirm_by_name(
+                name, f"This deletes the tenant {name} with {doomed['active_keys']} active keys, for good."
+            )
+        store.delete_tenant(name)
+    render.one(sys.stdout, {**doomed, "state": "deleted"}, render.TENANT_SCHEMA, as_json)
+
+
+@click.group(cls=_Group, epilog=_EXIT_CODE_HELP)
+def key() -> None:
+    """Make, list and revoke API keys.
+
+    A key is shown once, when it is made; the store keeps only a digest of it. It is known by its public id, the
+    twelve characters after `hl_live_`. A tenant may have several keys, all with the same cache: to change keys, make
+    a new one, put it to use, then revoke the old.
+
+    \b
+    Examples:
+      halocline key create acme --label laptop > acme.key
+      halocline key list acme
+      halocline key revoke 3fQm0Zr81LxC
+    """
+
+
+@key.command("create")
+@click.argument("tenant_name", metavar="TENANT")
+@click.option("--label", default="", help="Words for people, shown in lists: who or what uses the key.")
+@click.option("--expires", metavar="WHEN", help="Days from now (30), or an ISO 8601 date or time (2031-01-31, in UTC).")
+@_json_option
+@click.pass_context
+def create_key(ctx: click.Context, tenant_name: str, label: str, expires: str | None, as_json: bool) -> None:
+    """Make an API key for TENANT and print it, alone, on standard output.
+
+    This is the only time that it is shown. Send the output to a file that nobody else can read, or to a secret store.
+
+    \b
+    Examples:
+      (umask 077; halocline key create acme > acme.key)
+      halocline key create acme --label ci --expires 30
+      halocline key create acme --expires 2031-01-31T12:00:00+01:00
+    """
+    now = time.time()
+    expires_at = None if expires is None else _parse_expiry(expires, now)
+    with _store(ctx) as store:
+        text = store.create_key(tenant_name, label, expires_at, now)
+        named = name_key(text)
+        assert named is not None
+        made = store.get_key(named.public_id)
+        try:
+            render.new_key(sys.stdout, text, render.key_fields(made, tenant_name, now), as_json)
+            sys.stdout.flush()
+        except OSError as error:
+            # Nobody has read it, so nobody may use it: a live key that got lost would only be found by a thief.
+            store.revoke_key(made.public_id, now)
+            raise click.ClickException(
+                f"the key could not be written to standard output ({error.strerror}); it was revoked, make another"
+            ) from error
+    _note(f"key {made.public_id} of {tenant_name}: shown this once, store it now" + _readable_output_warning())
+
+
+@key.command("list")
+@click.argument("tenant_name", metavar="[TENANT]", required=False)
+@_json_option
+@click.pass_context
+def list_keys(ctx: click.Context, tenant_name: str | None, as_json: bool) -> None:
+    """List the keys of TENANT, or of all tenants, oldest first.
+
+    Columns: public id, tenant, label, state, created, expires, revoked. No part of a secret is shown: none is kept.
+
+    \b
+    Examples:
+      halocline key list acme
+      halocline key list --json
+    """
+    now = time.time()
+    with _store(ctx) as store:
+        names = {one.id: one.name for one in store.list_tenants()}
+        keys = store.list_keys(tenant_name)
+    # A tenant made between the two questions has no name here yet, so its keys wait for the next list.
+    rows = [render.key_fields(one, names[one.tenant_id], now) for one in keys if one.tenant_id in names]
+    render.many(sys.stdout, rows, render.KEY_SCHEMA, render.KEY_LIST_SCHEMA, "keys", as_json)
+    if not rows:
+        _note("there are no keys; halocline key create TENANT makes one")
+
+
+@key.command("revoke")
+@click.argument("public_id")
+@_json_option
+@click.pass_context
+def revoke_key(ctx: click.Context, public_id: str, as_json: bool) -> None:
+    """Make the key with this PUBLIC_ID useless, for ever.
+
+    Running gateways refuse it within a second. The public id is the twelve characters after `hl_live_`, and what
+    `halocline key list` shows; never write the whole key on a command line, where other users can see it.
+
+    \b
+    Example:
+      halocline key revoke 3fQm0Zr81LxC
+    """
+    named = name_key(public_id)
+    if named is None:
+        # Not repeated: it may be a secret that went astray.
+        raise Failure(
+            InvalidValue("this is no public id: it has 12 letters and digits; `halocline key list` shows them")
+        )
+    now = time.time()
+    with _store(ctx) as store:
+        revoked = store.revoke_key(named.public_id, now)
+        names = {one.id: one.name for one in store.list_tenants()}
+    fields = render.key_fields(revoked, names.get(revoked.tenant_id, ""), now)
+    render.one(sys.stdout, fields, render.KEY_SCHEMA, as_json)
+    if named.carried_secret:
+        _note(
+            "warning: a whole key on the command line is visible to other users (ps) and stays in the shell's history; "
+            f"the public id is enough: halocline key revoke {named.public_id}"
+        )
+
+
+@contextlib.contextmanager
+def _store(ctx: click.Context) -> Iterator[Store]:
+    from tenants.store import open_store
+
+    config = ctx.find_root().obj.tenants
+    with open_store(config.url, Path(config.master_key_file)) as store:
+        yield store
+
+
+def _show_tenant(store: Store, name: str, as_json: bool) -> None:
+    fields = render.tenant_fields(store.get_tenant(name), store.list_keys(name), time.time())
+    render.one(sys.stdout, fields, render.TENANT_SCHEMA, as_json)
+
+
+def _confirm_by_name(name: str, consequence: str) -> None:
+    """Go on only when a person types `name`; without a terminal nobody is waited for."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        _refuse(f"not deleted: there is no terminal to confirm on; to delete {name} all the same, add --yes")
+    click.echo(f"{consequence}\nType the tenant's name to go on: ", err=True, nl=False)
+    if sys.stdin.readline().strip() != name:
+        _refuse("not deleted: that was not the tenant's name")
+
+
+def _refuse(message: str) -> None:
+    error = click.ClickException(message)
+    error.exit_code = EXIT_REFUSED
+    raise error
+
+
+def _parse_expiry(text: str, now: float) -> float:
+    try:
+        if text.isascii() and text.isdigit():
+            return (datetime.fromtimestamp(now, UTC) + timedelta(days=int(text))).timestamp()
+        when = datetime.fromisoformat(text)
+    except (ValueError, OverflowError) as error:
+        raise click.BadParameter(
+            "write a number of days (30), a date (2031-01-31) or a time (2031-01-31T12:00:00+01:00), before the year 10000",
+            param_hint="--expires",
+        ) from error
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+def _readable_output_warning() -> str:
+    """A warning when the key went into a file that others can read; it is too late for an umask then."""
+    try:
+        mode = os.fstat(sys.stdout.fileno()).st_mode
+    except (OSError, ValueError):
+        return ""
+    if stat.S_ISREG(mode) and mode & 0o077:
+        return "\nwarning: other users can read that file; run chmod 600 on it, and umask 077 before the next"
+    return ""
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
