@@ -1,0 +1,110 @@
+"""Owns the device's KV pool: `[block, layer, K or V, token, kv_head, head_dim]`, one block one run of bytes.
+
+It copies whole blocks out and in, beginnings of blocks from one to another, and hands views to the attention. Which
+block holds what is for the block pool to know. Reading and writing whole blocks may happen on a transfer thread while
+a step runs on other blocks; the caller keeps the two apart (what is named in a plan does not move).
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from engine.layout import BlockLayout
+from engine.plan import BlockCopy
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvMemory:
+    """The pool. On the CPU its pages are touched when first written, so that an idle engine stays small."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        self.pool = torch.empty((num_blocks, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
+        # The same memory as rows: of one token, for writing, and of one block's tokens in one layer, for reading.
+        token_width = layout.num_kv_heads * layout.head_dim
+        self._token_rows = self.pool.view(-1, token_width)
+        self._block_rows = self.pool.view(-1, layout.tokens_per_block * token_width)
+        self._bytes = self.pool.view(torch.uint8).view(num_blocks, layout.block_bytes)
+        self._transfer = _CudaTransfer(layout.block_bytes, device) if device.type == "cuda" else None
+
+    def token_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """The row of each slot's K in layer 0, for `write`."""
+        tokens = self.layout.tokens_per_block
+        return (slots // tokens) * (2 * self.layout.num_layers * tokens) + slots % tokens
+
+    def write(self, layer: int, token_rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Puts K and V (`[token, kv_head, head_dim]`) of one layer where `token_rows` says."""
+        rows = token_rows + 2 * layer * self.layout.tokens_per_block
+        self._token_rows.index_copy_(0, rows, key.reshape(len(key), -1))
+        self._token_rows.index_copy_(0, rows + self.layout.tokens_per_block, value.reshape(len(value), -1))
+
+    def gather(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies K and V of the first `num_tokens` tokens that `blocks` hold: `[token, kv_head, head_dim]` each."""
+        rows = blocks * (2 * self.layout.num_layers) + 2 * layer
+        shape = (-1, self.layout.num_kv_heads, self.layout.head_dim)
+        keys = self._block_rows.index_select(0, rows).view(shape)
+        values = self._block_rows.index_select(0, rows + 1).view(shape)
+        return keys[:num_tokens], values[:num_tokens]
+
+    def copy_tokens(self, copies: tuple[BlockCopy, ...]) -> None:
+        """The beginnings of blocks, all layers, one after another (kv-semantics 3.5)."""
+        for copy in copies:
+            assert 0 <= copy.source < self.num_blocks, f"copy from block {copy.source}, outside the pool"
+            assert 0 <= copy.target < self.num_blocks, f"copy to block {copy.target}, outside the pool"
+            assert copy.source != copy.target, f"copy of block {copy.source} onto itself"
+            assert 0 < copy.num_tokens <= self.layout.tokens_per_block, f"copy of {copy.num_tokens} tokens"
+            self.pool[copy.target, :, :, : copy.num_tokens] = self.pool[copy.source, :, :, : copy.num_tokens]
+
+    def read_block(self, block_id: int, out: memoryview) -> None:
+        """Copies one whole block into `out` (`block_bytes` long). What it holds was written by steps that are over."""
+        target = np.frombuffer(out, np.uint8)
+        self._check(block_id, len(target))
+        if self._transfer is None:
+            np.copyto(target, self._bytes[block_id].numpy())
+        else:
+            self._transfer.read(self._bytes[block_id], target)
+
+    def write_block(self, block_id: int, data: memoryview) -> None:
+        """Copies `data` into one whole block; on return every later step sees it."""
+        source = np.frombuffer(data, np.uint8)
+        self._check(block_id, len(source))
+        if self._transfer is None:
+            np.copyto(self._bytes[block_id].numpy(), source)
+        else:
+            self._transfer.write(self._bytes[block_id], source)
+
+    def _check(self, block_id: int, num_bytes: int) -> None:
+        assert 0 <= block_id < self.num_blocks, f"block {block_id}, outside the pool of {self.num_blocks}"
+        assert num_bytes == self.layout.block_bytes, f"{num_bytes} bytes for a block of {self.layout.block_bytes}"
+
+
+class _CudaTransfer:
+    """Block copies on a stream of their own, through one pinned buffer, finished when the call returns.
+
+    No event joins this stream to the one that computes: the runner waits for the device at the end of each step, and
+    a copy waits for itself, so whoever may name a block in a call or a plan already knows that the other is done
+    with it (storing while kernels still write, or loading over blocks still read, is how offloading corrupts text).
+    """
+
+    def __init__(self, block_bytes: int, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pinned = torch.empty(block_bytes, dtype=torch.uint8, pin_memory=True)
+        self._lock = threading.Lock()
+
+    def read(self, block: torch.Tensor, target: np.ndarray) -> None:
+        with self._lock, torch.cuda.stream(self._stream):
+            self._pinned.copy_(block, non_blocking=True)
+            self._stream.synchronize()
+            np.copyto(target, self._pinned.numpy())
+
+    def write(self, block: torch.Tensor, source: np.ndarray) -> None:
+        with self._lock, torch.cuda.stream(self._stream):
+            np.copyto(self._pinned.numpy(), source)
+            block.copy_(self._pinned, non_blocking=True)
+            self._stream.synchronize()
