@@ -1,0 +1,483 @@
+"""The engine's Unix socket: who may connect, what a connection may have inside, and whom an event belongs to.
+
+It decides about connections and credits; a request's fate is the step loop's. One event loop owns everything here;
+the step thread reaches it only through `deliver`. A gateway that breaks the protocol, or does not read, loses its
+connection and with it its requests, and nobody else notices.
+
+    connected ──Hello──▶ welcomed ──Submit──▶ sequence in the loop ──Outputs──▶ Step … finish
+        │ 5 s, bad peer      │ lost, malformed, does not read
+        ▼                    ▼
+      closed             closed; all its sequences dropped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import structlog
+
+from cached.errors import WireError
+from cached.wire import FrameReader
+from engine.admission import chosen_seed, fault_of, unpacked
+from engine.errors import EngineConfigError
+from engine.loop import Admit, AskStatistics, Drop, Ended, Halt, Inbox, Keep, Outbound, Outputs, Refusal, TierNow, now_s
+from engine.protocol import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    TO_ENGINE,
+    TO_GATEWAY,
+    Cancel,
+    Confirm,
+    Hello,
+    OwnerTable,
+    Rejected,
+    Stats,
+    StatsRequest,
+    Step,
+    Stop,
+    Submit,
+    TierChanged,
+    TierState,
+    TokenEvent,
+    Welcome,
+)
+from engine.values import NewRequest, Refused, SequenceOutput
+
+GREETING_TIMEOUT_S: Final = 5.0
+MAX_CONNECTIONS: Final = 64
+MAX_UNREAD_BYTES: Final = 8 * 2**20
+"""What a gateway may leave unread before it is disconnected; thousands of steps' worth."""
+MAX_INBOX: Final = 16384
+"""While more than this waits for the step thread, nothing more is read from any gateway that sends."""
+RESUME_AFTER_S: Final = 0.02
+LISTEN_BACKLOG: Final = 128
+
+log = structlog.get_logger("engine.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What every gateway is told, and how much each may ask."""
+
+    incarnation: str
+    model_id: str
+    model_dir: str
+    vocab_size: int
+    max_context_tokens: int
+    max_prompt_tokens: int
+    eos_token_ids: tuple[int, ...]
+    tokens_per_block: int
+    num_blocks: int
+    layout_fingerprint: bytes
+    credits: int
+
+
+class EngineServer:
+    """Serves gateways from `listen` to `close`."""
+
+    def __init__(
+        self,
+        facts: ServerFacts,
+        inbox: Inbox,
+        *,
+        tier: TierState,
+        allowed_uids: frozenset[int] = frozenset(),
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+        on_ended: Callable[[str | None], None] = lambda failure: None,
+    ) -> None:
+        self.facts = facts
+        self.inbox = inbox
+        self.tier = tier
+        self.max_unread_bytes = max_unread_bytes
+        self.is_stopping = False
+        self.connections: set[_Connection] = set()
+        self.counters = dict.fromkeys(
+            ("connections", "refused_peers", "bad_frames", "slow_gateways", "requests", "rejected", "cancelled"), 0
+        )
+        self._allowed_uids = allowed_uids | {0, os.geteuid()}
+        self._on_ended = on_ended
+        self._live: dict[int, tuple[_Connection, int]] = {}
+        self._last_sequence_id = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: asyncio.AbstractServer | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Requests inside that have not ended."""
+        return len(self._live)
+
+    async def listen(self, path: Path) -> None:
+        """Bind and accept; raises EngineConfigError when another engine has the socket."""
+        self._loop = asyncio.get_running_loop()
+        self._path = path
+        self._socket = bind_socket(path)
+        self._inode = path.stat().st_ino
+        self._server = await self._loop.create_unix_server(
+            lambda: _Connection(self), sock=self._socket, backlog=LISTEN_BACKLOG
+        )
+
+    async def close(self, reason: str) -> None:
+        """Stop accepting, end every request with a retryable error, let that reach the gateways, disconnect."""
+        self.is_stopping = True
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+        self.fail_all(reason)
+        for connection in list(self.connections):
+            connection.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wait_disconnected(), 1.0)
+        for connection in list(self.connections):
+            connection.abort()
+
+    async def _wait_disconnected(self) -> None:
+        while self.connections:
+            await asyncio.sleep(0.005)
+
+    def fail_all(self, reason: str) -> None:
+        """End every request with a retryable error."""
+        outputs = [SequenceOutput(sequence_id, (), finish="error", error=reason) for sequence_id in self._live]
+        self._take_outputs(outputs)
+
+    def deliver(self, item: Outbound) -> None:
+        """Hand over something from the step thread; never blocks."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # The event loop is closed: nobody is left to tell.
+            self._loop.call_soon_threadsafe(self._take, item)
+
+    async def statistics(self) -> dict[str, Any]:
+        """Figures of the whole engine, asked of the step thread."""
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.ask_statistics(lambda body: None if future.done() else future.set_result(body))
+        return await future
+
+    def ask_statistics(self, reply: Callable[[dict[str, Any]], None]) -> None:
+        """Have `reply` called, in the event loop, with figures of core, steps, tier and server."""
+
+        def pass_on(body: dict[str, Any]) -> None:
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(lambda: reply({**body, "server": self._own_figures()}))
+
+        self.inbox.put(AskStatistics(pass_on))
+
+    def _own_figures(self) -> dict[str, int]:
+        return {**self.counters, "gateways": len(self.connections), "live": len(self._live)}
+
+    # From the step thread. ------------------------------------------------------------------------------------------
+
+    def _take(self, item: Outbound) -> None:
+        match item:
+            case Outputs(outputs):
+                self._take_outputs(outputs)
+            case Refusal(sequence_id, refused):
+                self._take_refusal(sequence_id, refused)
+            case TierNow(state):
+                self.tier = state
+                for connection in list(self.connections):
+                    connection.tell_tier(state)
+            case Ended(failure):
+                self.fail_all("The engine stopped; the request may be retried.")
+                self._on_ended(failure)
+
+    def _take_outputs(self, outputs: list[SequenceOutput] | tuple[SequenceOutput, ...]) -> None:
+        """One frame per connection; what belongs to a request that has ended here is dropped."""
+        frames: defaultdict[_Connection, list[TokenEvent]] = defaultdict(list)
+        for output in outputs:
+            found = self._live.get(output.sequence_id)
+            if found is None:
+                continue
+            connection, request_id = found
+            if output.finish is not None:
+                self.forget(output.sequence_id)
+            frames[connection].append(
+                TokenEvent(request_id, output.tokens, output.logprobs, output.first, output.finish, output.error)
+            )
+        for connection, events in frames.items():
+            connection.send(Step(tuple(events)))
+
+    def _take_refusal(self, sequence_id: int, refused: Refused) -> None:
+        found = self._live.get(sequence_id)
+        if found is not None:
+            connection, request_id = found
+            self.forget(sequence_id)
+            connection.reject(request_id, refused)
+
+    # From connections. ----------------------------------------------------------------------------------------------
+
+    def may_connect(self, uid: int) -> bool:
+        """Whether a process of this user is served."""
+        return uid in self._allowed_uids
+
+    def admit(self, connection: _Connection, submit: Submit) -> Refused | None:
+        """Give a request to the step loop, or say why not."""
+        if self.is_stopping:
+            return Refused("engine_overloaded", "The engine is stopping.", None, True)
+        if len(connection.sequences) >= self.facts.credits:
+            return Refused(
+                "engine_overloaded", f"All {self.facts.credits} places of this engine are taken.", None, True
+            )
+        fault = fault_of(submit, self.facts.vocab_size)
+        if fault is not None:
+            return fault
+        self._last_sequence_id += 1
+        sequence_id = self._last_sequence_id
+        self._live[sequence_id] = (connection, submit.request_id)
+        connection.sequences[submit.request_id] = sequence_id
+        self.inbox.put(Admit(_request(sequence_id, submit), now_s()))
+        return None
+
+    def drop(self, sequence_id: int) -> None:
+        """The client of a sequence is gone; a step that works only for such is given up."""
+        self.forget(sequence_id)
+        self.counters["cancelled"] += 1
+        self.inbox.put(Drop(sequence_id))
+
+    def forget(self, sequence_id: int) -> None:
+        """From now on nothing is said about a sequence."""
+        connection, request_id = self._live.pop(sequence_id)
+        del connection.sequences[request_id]
+
+
+class _Connection(asyncio.Protocol):
+    """One gateway. `sequences` is what it has inside, by its own request ids."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self.sequences: dict[int, int] = {}
+        self._server = server
+        self._reader = FrameReader(MAX_FRAME_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._is_welcomed = False
+        self._name = "?"
+        self._greeting: asyncio.TimerHandle | None = None
+
+    # Called by asyncio. ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance.
+        server = self._server
+        uid = _peer_uid(transport)
+        if not server.may_connect(uid) or len(server.connections) >= MAX_CONNECTIONS or server.is_stopping:
+            server.counters["refused_peers"] += 1
+            log.warning("connection refused", peer_uid=uid, connections=len(server.connections))
+            self._transport.abort()
+            return
+        server.counters["connections"] += 1
+        server.connections.add(self)
+        self._greeting = asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._greeting_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._greeting is not None:
+            self._greeting.cancel()
+        self._server.connections.discard(self)
+        if self._is_welcomed:
+            log.info("gateway gone", client=self._name, requests_dropped=len(self.sequences))
+        for sequence_id in list(self.sequences.values()):
+            self._server.drop(sequence_id)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._reader.receive(data):
+                self._handle(TO_ENGINE.decode(frame))
+        except WireError as error:
+            self._server.counters["bad_frames"] += 1
+            log.warning("gateway broke the protocol; its connection is closed", client=self._name, error=str(error))
+            self.abort()
+        if len(self._server.inbox) > MAX_INBOX:
+            self._pause()
+
+    # Messages. ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, message: Any) -> None:
+        if not self._is_welcomed:
+            self._greet(message)
+            return
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel(request_id):
+                sequence_id = self.sequences.get(request_id)
+                if sequence_id is not None:
+                    self._server.drop(sequence_id)
+            case Confirm(request_id, tokens_kept):
+                sequence_id = self.sequences.get(request_id)
+                if sequence_id is not None:
+                    self._server.inbox.put(Keep(sequence_id, _count(tokens_kept)))
+            case Stop(request_id, tokens_kept):
+                self._stop(request_id, _count(tokens_kept))
+            case StatsRequest(token):
+                self._server.ask_statistics(lambda body: self._send_stats(token, body))
+            case OwnerTable(version):
+                log.debug("owner table noted; every owner weighs the same for now", version=version)
+            case Hello():
+                raise WireError("Hello came a second time")
+
+    def _greet(self, message: Any) -> None:
+        if not isinstance(message, Hello):
+            raise WireError(f"the first message is {type(message).__name__}, not Hello")
+        if self._greeting is not None:
+            self._greeting.cancel()
+        self._name = message.client[:64]
+        facts = self._server.facts
+        self.send(
+            Welcome(
+                version=PROTOCOL_VERSION,
+                incarnation=facts.incarnation,
+                model_id=facts.model_id,
+                model_dir=facts.model_dir,
+                vocab_size=facts.vocab_size,
+                max_context_tokens=facts.max_context_tokens,
+                max_prompt_tokens=facts.max_prompt_tokens,
+                eos_token_ids=facts.eos_token_ids,
+                tokens_per_block=facts.tokens_per_block,
+                num_blocks=facts.num_blocks,
+                layout_fingerprint=facts.layout_fingerprint,
+                credits=facts.credits,
+                tier=self._server.tier,
+            )
+        )
+        if message.version != PROTOCOL_VERSION:
+            log.warning("gateway speaks another version", client=self._name, version=message.version)
+            self.close()  # After the Welcome, from which it learns what this engine speaks.
+            return
+        self._is_welcomed = True
+        log.info("gateway connected", client=self._name)
+
+    def _submit(self, submit: Submit) -> None:
+        if submit.request_id in self.sequences:
+            raise WireError(f"request id {submit.request_id} is in use")
+        self._server.counters["requests"] += 1
+        refused = self._server.admit(self, submit)
+        if refused is not None:
+            self.reject(submit.request_id, refused)
+
+    def _stop(self, request_id: int, tokens_kept: int) -> None:
+        """The core says nothing after a stop, so the last word of the request is said here."""
+        sequence_id = self.sequences.get(request_id)
+        if sequence_id is None:
+            return
+        self._server.forget(sequence_id)
+        self._server.inbox.put(Halt(sequence_id, tokens_kept))
+        self.send(Step((TokenEvent(request_id, (), finish="stop"),)))
+
+    # Sending. -------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Any) -> None:
+        """Queue one message; a gateway that leaves too much unread is disconnected instead."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(TO_GATEWAY.encode(message))
+        if transport.get_write_buffer_size() > self._server.max_unread_bytes:
+            self._server.counters["slow_gateways"] += 1
+            log.warning("gateway does not read; its connection is closed", client=self._name)
+            self.abort()
+
+    def reject(self, request_id: int, refused: Refused) -> None:
+        """Say that a request never started."""
+        self._server.counters["rejected"] += 1
+        self.send(Rejected(request_id, refused.code, refused.message, refused.param, refused.retryable))
+
+    def tell_tier(self, state: TierState) -> None:
+        """Say that the host tier came or went."""
+        if self._is_welcomed:
+            self.send(TierChanged(state))
+
+    def _send_stats(self, token: int, body: dict[str, Any]) -> None:
+        self.send(Stats(token, self._server.tier, json.dumps(body)))
+
+    def close(self) -> None:
+        """Disconnect when what was sent has been read."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Disconnect now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _greeting_is_late(self) -> None:
+        log.warning("no Hello in time; the connection is closed", timeout_s=GREETING_TIMEOUT_S)
+        self.abort()
+
+    def _pause(self) -> None:
+        """Too much waits for the step thread; the kernel's buffer and then the gateway wait with it."""
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.pause_reading()
+            asyncio.get_running_loop().call_later(RESUME_AFTER_S, self._resume)
+
+    def _resume(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if len(self._server.inbox) > MAX_INBOX // 2:
+            asyncio.get_running_loop().call_later(RESUME_AFTER_S, self._resume)
+        else:
+            transport.resume_reading()
+
+
+def bind_socket(path: Path) -> socket.socket:
+    """A bound socket at `path`, 0660. What a dead engine left is replaced; a live one's is refused."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise EngineConfigError(f"socket {path}: {error}; remove it if no engine uses it") from None
+            else:
+                raise EngineConfigError(f"socket {path} belongs to an engine that runs; stop it or choose another path")
+    elif path.exists():
+        raise EngineConfigError(f"socket {path} is in the way and is no socket; choose another path")
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o117)
+    try:
+        bound.bind(str(path))
+    except OSError as error:
+        bound.close()
+        raise EngineConfigError(f"socket {path} cannot be made: {error.strerror}; its directory must exist") from None
+    finally:
+        os.umask(before)
+    bound.setblocking(False)
+    return bound
+
+
+def _request(sequence_id: int, submit: Submit) -> NewRequest:
+    return NewRequest(
+        sequence_id=sequence_id,
+        prompt=unpacked(submit.prompt),
+        max_tokens=submit.max_tokens,
+        sampling=submit.sampling,
+        seed=chosen_seed(submit.sampling.seed, os.urandom(8)),
+        cache_salt=submit.cache_salt,
+        owner=submit.owner,
+        retention=submit.retention,
+        hold_generated=submit.hold_generated,
+    )
+
+
+def _count(tokens_kept: int) -> int:
+    if tokens_kept < 0:
+        raise WireError(f"tokens_kept is {tokens_kept}; it must not be negative")
+    return tokens_kept
+
+
+def _peer_uid(transport: asyncio.BaseTransport) -> int:
+    peer = transport.get_extra_info("socket")
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)

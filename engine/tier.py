@@ -1,0 +1,429 @@
+"""The thread that talks to the cache daemon and copies blocks: answers the core's tickets, each exactly once.
+
+It decides the order (lookups, then loads, then stores and touches as they came; a store gives way after every block)
+and what counts as a miss. Which blocks are wanted is the core's decision; where they lie, and whether they may be read,
+the daemon's. Whatever happens to the daemon, to a payload or to the code below, a ticket is at worst answered with 0.
+
+    step loop ──TierWork──▶ queues ──▶ this thread ──verbs──▶ cached
+              ◀─TierAnswer─────────────    │
+                                           └──copies──▶ arena payload ◀──▶ KV memory
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import structlog
+
+from cached.client import Lease, TierClient
+from cached.protocol import LeasedBlock, OfferedBlock, Present, Reserved
+from engine.protocol import TierState
+from engine.rates import LoadChoice, Onboard
+from engine.tier_work import Load, LoadedBlock, Lookup, Offer, OfferedDeviceBlock, TierWork, Touch
+from engine.transfer import BlockMemory, load_block, store_block
+
+POLL_S: Final = 0.25
+"""How often an idle worker looks whether the daemon came or went."""
+STORE_GROUP_BLOCKS: Final = 32
+"""Blocks reserved at once, so that a long chain does not hold reservations while it waits for its copies."""
+MAX_TOUCHES_WAITING: Final = 16384
+"""Touches are advice; while more than this many wait, new ones are dropped."""
+RESTART_PAUSE_S: Final = 1.0
+
+log = structlog.get_logger("engine.tier")
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Answer to a `Lookup`."""
+
+    ticket: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Answer to a `Load`; `travelled` is as long as `num_blocks`."""
+
+    ticket: int
+    num_blocks: int
+    travelled: tuple[LoadedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Answer to an `Offer`; `in_tier` says for its first blocks whether the tier holds them now."""
+
+    ticket: int
+    in_tier: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierIs:
+    """The daemon came or went, or came back as another one."""
+
+    state: TierState
+
+
+TierAnswer = LookedUp | Loaded | Offered | TierIs
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What the worker did; written by its thread only, read by anyone, one number at a time."""
+
+    state: str = "absent"
+    lookups: int = 0
+    lookup_hits: int = 0
+    lookup_misses: int = 0
+    loads: int = 0
+    load_blocks: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    load_misses: int = 0
+    leases_lost: int = 0
+    checksum_mismatches: int = 0
+    recomputed_by_choice: int = 0
+    stores: int = 0
+    store_blocks: int = 0
+    store_bytes: int = 0
+    store_seconds: float = 0.0
+    store_refused: int = 0
+    store_orphans: int = 0
+    store_expired: int = 0
+    touches: int = 0
+    touches_dropped: int = 0
+    sessions: int = 0
+    worker_errors: int = 0
+    load_bytes_per_s: float | None = None
+
+
+class TierWorker:
+    """Owns the client of the cache daemon. `hand_over` never blocks; answers come from the worker's thread."""
+
+    def __init__(
+        self,
+        make_client: Callable[[], TierClient],
+        kv: BlockMemory,
+        *,
+        block_bytes: int,
+        tokens_per_block: int,
+        verify_loads: bool,
+        answer: Callable[[TierAnswer], None],
+    ) -> None:
+        self.counters = TierCounters()
+        self._make_client = make_client
+        self._kv = kv
+        self._block_bytes = block_bytes
+        self._verify_loads = verify_loads
+        self._answer = answer
+        self._choice = LoadChoice(block_bytes, tokens_per_block)
+        self._prefill_tokens_per_s: float | None = None
+        self._wake = threading.Condition()
+        self._lookups: deque[Lookup] = deque()
+        self._loads: deque[Load] = deque()
+        self._background: deque[Offer | Touch] = deque()
+        self._num_touches_waiting = 0
+        self._stop_by: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-tier", daemon=True)
+        self._client: TierClient | None = None
+        self._told: tuple[TierState, memoryview | None] = ("absent", None)
+
+    # Called by the step loop. ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin; the first `TierIs` comes when the daemon answers."""
+        self._thread.start()
+
+    def hand_over(self, work: Iterable[TierWork], prefill_tokens_per_s: float | None) -> None:
+        """Queue work in its order; the current prefill rate is what loading is compared with."""
+        with self._wake:
+            self._prefill_tokens_per_s = prefill_tokens_per_s
+            for item in work:
+                self._enqueue(item)
+            self._wake.notify()
+
+    def stop(self, drain_s: float) -> None:
+        """End the thread; stores that wait have `drain_s` to be made, everything else is answered with 0."""
+        with self._wake:
+            self._stop_by = time.monotonic() + drain_s
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(drain_s + 5.0)
+
+    def _enqueue(self, item: TierWork) -> None:
+        match item:
+            case Lookup():
+                self._lookups.append(item)
+            case Load():
+                self._loads.append(item)
+            case Offer():
+                self._background.append(item)
+            case Touch():
+                if self._num_touches_waiting >= MAX_TOUCHES_WAITING:
+                    self.counters.touches_dropped += 1
+                    return
+                self._num_touches_waiting += 1
+                self._background.append(item)
+
+    # The worker's thread. -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_over():
+            try:
+                self._client = self._make_client()
+                self._serve()
+            except Exception:
+                # A defect here must not take the engine down: what was under way has been answered on the way out.
+                self.counters.worker_errors += 1
+                log.exception("tier worker failed; the tier is absent until it is back")
+                self._tell("absent", None)
+                self._answer_all_with_nothing()
+                time.sleep(RESTART_PAUSE_S)
+            finally:
+                self._drop_client()
+        self._answer_all_with_nothing()
+
+    def _serve(self) -> None:
+        while not self._is_over():
+            self._serve_urgent()
+            item = self._next_background()
+            match item:
+                case Offer():
+                    self._store(item)
+                case Touch():
+                    self._touch(item)
+                case None:
+                    self._require_client().poll()
+                    self._look_at_state()
+
+    def _next_background(self) -> Offer | Touch | None:
+        with self._wake:
+            if not self._background and not self._lookups and not self._loads and self._stop_by is None:
+                self._wake.wait(POLL_S)
+            if self._lookups or self._loads or not self._background:
+                return None
+            item = self._background.popleft()
+            if isinstance(item, Touch):
+                self._num_touches_waiting -= 1
+            return item
+
+    def _is_over(self) -> bool:
+        with self._wake:
+            if self._stop_by is None:
+                return False
+            return not self._background or time.monotonic() >= self._stop_by
+
+    def _serve_urgent(self) -> None:
+        """Everything that a request waits for."""
+        self._serve_lookups()
+        while self._loads:
+            self._load(self._loads.popleft())
+            self._serve_lookups()
+
+    def _serve_lookups(self) -> None:
+        while self._lookups:
+            self._lookup(self._lookups.popleft())
+
+    # Verbs. ---------------------------------------------------------------------------------------------------------
+
+    def _lookup(self, item: Lookup) -> None:
+        num_blocks = 0
+        try:
+            num_held = self._require_client().lookup(list(item.hashes))
+            self.counters.lookups += 1
+            if num_held == 0:
+                self.counters.lookup_misses += 1
+            elif isinstance(self._choice.choose(num_held, self._prefill_tokens_per_s), Onboard):
+                self.counters.lookup_hits += 1
+                num_blocks = num_held
+            else:
+                self.counters.recomputed_by_choice += 1
+        finally:
+            self._answer(LookedUp(item.ticket, num_blocks))
+        self._look_at_state()
+
+    def _load(self, item: Load) -> None:
+        good: list[LoadedBlock] = []
+        try:
+            started = time.monotonic()
+            good = self._copy_in(item)
+            self._count_load(len(item.blocks), len(good), time.monotonic() - started)
+        finally:
+            self._answer(Loaded(item.ticket, len(good), tuple(good)))
+        self._look_at_state()
+
+    def _copy_in(self, item: Load) -> list[LoadedBlock]:
+        """Lease, copy, release: good is only what a held lease covered from the first byte to the last."""
+        client = self._require_client()
+        lease = client.lease([block_hash for block_hash, _ in item.blocks])
+        if lease is None:
+            return []
+        payload = client.payload
+        good: list[LoadedBlock] = []
+        try:
+            if payload is not None:
+                good = self._copy_leased(item, lease, payload)
+        finally:
+            held = client.release(lease)
+        if not held:
+            self.counters.leases_lost += 1
+            return []
+        return good
+
+    def _copy_leased(self, item: Load, lease: Lease, payload: memoryview) -> list[LoadedBlock]:
+        good: list[LoadedBlock] = []
+        for (block_hash, device_block), block in zip(item.blocks, lease.blocks, strict=False):
+            if not self._copy_block_in(device_block, block, payload):
+                self.counters.checksum_mismatches += 1
+                log.warning("a host block is not what was stored; it is computed again", slot_offset=block.slot_offset)
+                self._require_client().suspect([block_hash])
+                break
+            good.append(LoadedBlock(block.priority, block.deadline, block.on_expiry))
+            self._serve_lookups()
+        return good
+
+    def _copy_block_in(self, device_block: int, block: LeasedBlock, payload: memoryview) -> bool:
+        checksum = block.checksum if self._verify_loads else None
+        return load_block(self._kv, device_block, payload, block.slot_offset, self._block_bytes, checksum)
+
+    def _count_load(self, num_wanted: int, num_good: int, seconds: float) -> None:
+        counters = self.counters
+        counters.loads += 1
+        counters.load_blocks += num_good
+        counters.load_misses += num_wanted - num_good
+        counters.load_bytes += num_good * self._block_bytes
+        counters.load_seconds += seconds
+        self._choice.load_bytes.observe(num_good * self._block_bytes, seconds)
+        counters.load_bytes_per_s = self._choice.load_bytes.per_s
+
+    def _store(self, item: Offer) -> None:
+        in_tier: list[bool] = []
+        try:
+            self.counters.stores += 1
+            for start in range(0, len(item.chain), STORE_GROUP_BLOCKS):
+                group = item.chain[start : start + STORE_GROUP_BLOCKS]
+                taken = self._store_group(group)
+                in_tier += taken
+                if not taken or not taken[-1]:
+                    break  # What is taken is a prefix (kv-semantics 5.1): the rest would be orphans.
+        finally:
+            self._answer(Offered(item.ticket, tuple(in_tier)))
+        self._look_at_state()
+
+    def _store_group(self, group: tuple[OfferedDeviceBlock, ...]) -> list[bool]:
+        """Reserve, copy, commit some blocks of a chain; which of them the tier holds, as far as that is known."""
+        client = self._require_client()
+        answers = client.reserve([_offered(block) for block in group])
+        payload = client.payload
+        in_tier = [isinstance(answer, Present) for answer in answers]
+        reserved = [(at, answer) for at, answer in enumerate(answers) if isinstance(answer, Reserved)]
+        self.counters.store_refused += len(group) - len(reserved) - sum(in_tier)
+        if not reserved:
+            return in_tier
+        copied: list[tuple[int, int, int]] = []
+        try:
+            for at, slot in reserved:
+                if payload is None or client.payload is not payload:
+                    break  # The slots belong to a session that is over; writing there could hit another's block.
+                started = time.monotonic()
+                checksum = store_block(self._kv, group[at].device_block, payload, slot.slot_offset, self._block_bytes)
+                self.counters.store_seconds += time.monotonic() - started
+                copied.append((at, slot.reservation, checksum))
+                self._serve_urgent()
+        finally:
+            if len(copied) < len(reserved) and client.payload is payload:
+                client.abort([slot.reservation for _, slot in reserved[len(copied) :]])
+        if copied and client.payload is payload:
+            outcomes = client.commit([(reservation, checksum) for _, reservation, checksum in copied])
+            for (at, _, _), outcome in zip(copied, outcomes, strict=False):
+                in_tier[at] = self._count_commit(outcome)
+        return in_tier
+
+    def _count_commit(self, outcome: str) -> bool:
+        if outcome == "stored":
+            self.counters.store_blocks += 1
+            self.counters.store_bytes += self._block_bytes
+            return True
+        if outcome == "orphan":
+            self.counters.store_orphans += 1
+        else:
+            self.counters.store_expired += 1
+        return False
+
+    def _touch(self, item: Touch) -> None:
+        self.counters.touches += 1
+        self._require_client().touch(
+            [(block.block_hash, block.priority, block.deadline, block.on_expiry) for block in item.items]
+        )
+        self._look_at_state()
+
+    # The daemon's presence. -----------------------------------------------------------------------------------------
+
+    def _look_at_state(self) -> None:
+        client = self._require_client()
+        self._tell(client.state, client.payload)
+
+    def _tell(self, state: TierState, payload: memoryview | None) -> None:
+        """A daemon that came back as a new session is told as gone and back: what the core believed of it is void.
+
+        A session is known by its mapping of the payload, which every new one brings.
+        """
+        before, known_payload = self._told
+        if state == before and (state != "ready" or payload is known_payload):
+            return
+        if before == "ready" and state == "ready":
+            self._answer(TierIs("absent"))
+        self._told = (state, payload if state == "ready" else None)
+        self.counters.state = state
+        if state == "ready":
+            self.counters.sessions += 1
+        log.info("host tier", state=state)
+        self._answer(TierIs(state))
+
+    def _require_client(self) -> TierClient:
+        assert self._client is not None
+        return self._client
+
+    def _drop_client(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _answer_all_with_nothing(self) -> None:
+        with self._wake:
+            waiting = [*self._lookups, *self._loads, *self._background]
+            self._lookups.clear()
+            self._loads.clear()
+            self._background.clear()
+            self._num_touches_waiting = 0
+        for item in waiting:
+            match item:
+                case Lookup(ticket):
+                    self._answer(LookedUp(ticket, 0))
+                case Load(ticket):
+                    self._answer(Loaded(ticket, 0, ()))
+                case Offer(ticket):
+                    self._answer(Offered(ticket, ()))
+
+    def statistics(self) -> dict[str, Any]:
+        """The counters, for statistics and metrics."""
+        counters = replace(self.counters)
+        return {name: getattr(counters, name) for name in TierCounters.__slots__}  # type: ignore[attr-defined]
+
+
+def _offered(block: OfferedDeviceBlock) -> OfferedBlock:
+    return OfferedBlock(
+        block_hash=block.block_hash,
+        parent=block.parent,
+        namespace_fingerprint=block.namespace_fingerprint,
+        priority=block.priority,
+        deadline=block.deadline,
+        on_expiry=block.on_expiry,
+        owner=block.owner,
+    )
