@@ -25,6 +25,9 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     socket: Path = Field(description="Unix socket on which gateways are served.")
+    allowed_users: tuple[str, ...] = Field(
+        default=(), description="Names or numbers of users that may connect besides the engine's own and root."
+    )
     model_dir: Path = Field(description="Directory of the model, in Hugging Face layout with safetensors weights.")
     model_id: str = Field(default="demo", min_length=1, max_length=256, description="Name under which it is served.")
     state_dir: Path = Field(description="Where digests of weights and compiled kernels are remembered between starts.")
