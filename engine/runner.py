@@ -1,0 +1,237 @@
+"""Starts the device side and executes plans: copies, one packed forward pass, sampling.
+
+It decides how large the pool is and refuses one that does not fit; what runs in a step is for the core. One thread
+owns the runner; only `KvMemory.read_block` and `write_block` may be called from another.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from engine.attention.interface import Attention, StepAbandoned, StepContext, choose_attention
+from engine.batch import pack
+from engine.config import EngineConfig
+from engine.errors import EngineConfigError, ModelRefused
+from engine.kv_memory import TORCH_DTYPES, KvMemory
+from engine.layout import BlockLayout, layout_fingerprint
+from engine.memory_limits import available_memory
+from engine.model import LoadedModel, load_model
+from engine.model_files import ModelFiles, inspect_model
+from engine.plan import Chunk, Sampled, SampleRequest, StepPlan, StepResult
+from engine.protocol import Sampling
+from engine.sampler import Broken, sample
+from engine.weights_digest import file_state, weights_digest
+
+DEFAULT_CPU_POOL_BYTES: Final = 2**30
+# What a step takes beside the pool; a pool that leaves less would be killed, or would swap, at the first long prompt.
+_WORKING_BYTES: Final = 256 * 2**20
+
+Progress = Callable[[str, float], None]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the rest of the engine, and the gateway, must know of the model and its pool."""
+
+    model_id: str
+    architecture: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    layout_fingerprint: bytes
+    block_bytes: int
+    tokens_per_block: int
+    num_blocks: int
+    device: str
+    dtype: str
+    attention: str
+
+
+class ModelRunner:
+    """A loaded model, its pool and its attention."""
+
+    def __init__(self, model: LoadedModel, kv: KvMemory, attention: Attention, info: ModelInfo) -> None:
+        self.info = info
+        self.kv = kv
+        self._model = model
+        self._attention = attention
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, abandon: Callable[[], bool]) -> StepResult:
+        """Runs `plan` to its end, or until `abandon` says, between two layers, that nobody wants it any more."""
+        began = time.perf_counter()
+        try:
+            self.kv.copy_tokens(plan.copies)
+            sampled, failed = self._compute(plan, abandon) if plan.chunks else ((), ())
+        except StepAbandoned:
+            return StepResult(plan.step_id, (), aborted=True, duration_s=time.perf_counter() - began)
+        finally:
+            # A step is over when the device is done with its blocks, abandoned or not (see `_CudaTransfer`).
+            if self.kv.device.type == "cuda":
+                torch.cuda.current_stream(self.kv.device).synchronize()
+        return StepResult(plan.step_id, sampled, failed, duration_s=time.perf_counter() - began)
+
+    def _compute(
+        self, plan: StepPlan, abandon: Callable[[], bool]
+    ) -> tuple[tuple[Sampled, ...], tuple[tuple[int, str], ...]]:
+        batch = pack(plan, self.info.tokens_per_block, self.info.num_blocks, self._attention.max_short_tokens)
+        logits = self._model.forward(batch, StepContext(self._attention.begin(batch), abandon))
+        wanted = [(chunk.sequence_id, chunk.sample) for chunk in plan.chunks if chunk.sample is not None]
+        if not wanted:
+            return (), ()
+        sampled, failed = [], []
+        outcomes = sample(logits, [request for _, request in wanted], self.info.eos_token_ids)
+        for (sequence_id, _), outcome in zip(wanted, outcomes, strict=True):
+            if isinstance(outcome, Broken):
+                failed.append((sequence_id, outcome.reason))
+            else:
+                sampled.append(Sampled(sequence_id, outcome.token, outcome.logprob))
+        return tuple(sampled), tuple(failed)
+
+
+def load_runner(config: EngineConfig, progress: Progress = lambda what, share: None) -> ModelRunner:
+    """Loads, sizes and warms up. Raises ModelRefused or EngineConfigError with what to change.
+
+    `progress` is told what is being done and how far it is, from 0 to 1; it may be called from another thread.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = _device(config)
+    progress("checking the model", 0.0)
+    files = inspect_model(config.model_dir)
+    before = [file_state(path) for path in files.weights]
+
+    with _Digest(files, config.state_dir / "weights-digests.json", progress) as digest:
+        progress("loading the model", 0.0)
+        model = load_model(files, _dtype(config, files, device), device)
+        progress("loading the model", 1.0)
+    if [file_state(path) for path in files.weights] != before:
+        raise ModelRefused(f"the weights in {files.directory} changed while they were being read; start again")
+
+    dtype = _dtype_name(model)
+    layout = model.shape.block_layout(config.tokens_per_block, dtype)
+    num_blocks = _num_blocks(config, layout, device)
+    progress("allocating the KV pool", 0.0)
+    kv = KvMemory(layout, num_blocks, device)
+    attention = choose_attention(kv, config.state_dir / "kernels")
+    info = ModelInfo(
+        model_id=config.model_id,
+        architecture=model.shape.architecture,
+        vocab_size=model.shape.vocab_size,
+        max_context_tokens=model.shape.max_context_tokens,
+        eos_token_ids=model.shape.eos_token_ids,
+        layout_fingerprint=layout_fingerprint(model.shape.config, digest.result, layout),
+        block_bytes=layout.block_bytes,
+        tokens_per_block=config.tokens_per_block,
+        num_blocks=num_blocks,
+        device=str(device),
+        dtype=dtype,
+        attention=attention.name,
+    )
+    runner = ModelRunner(model, kv, attention, info)
+    progress("warming up", 0.0)
+    _warm_up(runner)
+    progress("ready", 1.0)
+    return runner
+
+
+class _Digest:
+    """Computes the weights' digest on a thread while the model is being loaded; both read the same file once."""
+
+    def __init__(self, files: ModelFiles, memory: Path, progress: Progress) -> None:
+        self._files = files
+        self._memory = memory
+        self._progress = progress
+        self._thread = threading.Thread(target=self._run, name="weights-digest", daemon=True)
+        self._error: OSError | None = None
+        self.result = b""
+
+    def __enter__(self) -> _Digest:
+        self._thread.start()
+        return self
+
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        if exception_type is not None:
+            return  # The model was refused; nobody waits for the digest of it.
+        self._thread.join()
+        if self._error is not None:
+            raise ModelRefused(f"the weights in {self._files.directory} cannot be read: {self._error}")
+
+    def _run(self) -> None:
+        try:
+            self.result = weights_digest(
+                self._files.weights, self._memory, lambda share: self._progress("hashing the weights", share)
+            )
+        except OSError as error:
+            self._error = error
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise EngineConfigError(
+            "device is cuda, and torch finds no CUDA device; use cpu or auto, or a CUDA build of torch"
+        )
+    if config.device == "cpu" or not torch.cuda.is_available():
+        if config.dtype == "float16":
+            raise EngineConfigError("dtype float16 is for CUDA; on the CPU use float32 (bfloat16 works and is slower)")
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _dtype(config: EngineConfig, files: ModelFiles, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return TORCH_DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    written = files.config.get("dtype", files.config.get("torch_dtype"))
+    return TORCH_DTYPES[written] if written in ("bfloat16", "float16") else torch.bfloat16
+
+
+def _dtype_name(model: LoadedModel) -> str:
+    return next(name for name, dtype in TORCH_DTYPES.items() if dtype is model.dtype)
+
+
+def _num_blocks(config: EngineConfig, layout: BlockLayout, device: torch.device) -> int:
+    """As many blocks as the settings say. Raises EngineConfigError, with the numbers, for more than fits."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        limit, source = int(free), "memory free on the GPU after loading the model"
+        wanted = config.device_cache_size or int(free * config.free_gpu_memory_fraction)
+    else:
+        wanted = config.device_cache_size or DEFAULT_CPU_POOL_BYTES
+        memory = available_memory()
+        if memory is None:
+            limit, source = wanted, "unknown"
+        else:
+            limit, source = memory.available_bytes - _WORKING_BYTES, memory.source
+    if wanted > limit:
+        raise EngineConfigError(
+            f"device_cache_size: the KV pool wants {wanted} bytes and {max(0, limit)} can be had ({source}, "
+            f"less {_WORKING_BYTES} bytes to work with); set device_cache_size to less"
+        )
+    num_blocks = wanted // layout.block_bytes
+    if num_blocks < 2:
+        raise EngineConfigError(
+            f"device_cache_size: {wanted} bytes hold {num_blocks} blocks of {layout.block_bytes} bytes "
+            f"({layout.tokens_per_block} tokens); at least 2 are needed"
+        )
+    return num_blocks
+
+
+def _warm_up(runner: ModelRunner) -> None:
+    """Compiles the kernels, or loads them, and wakes the libraries up, before the first request would wait for it.
+    It writes to block 0, which nobody has been given yet."""
+    request = SampleRequest(Sampling(temperature=0.0), seed=0, output_index=0, prompt=(), output=(), eos_allowed=True)
+    tokens = min(runner.info.tokens_per_block, 8)
+    for chunk in (Chunk(0, 0, (0,) * tokens, (0,), None), Chunk(0, tokens - 1, (0,), (0,), request)):
+        runner.execute(StepPlan(0, (), (chunk,)), lambda: False)
