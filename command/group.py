@@ -1,0 +1,156 @@
+"""Shapes the command tree: sub-commands imported when used, did-you-mean, and flags that work everywhere.
+
+`--state-dir` and `--config` may stand after any sub-command, also after those that other packages define: the flags are
+added to their commands here, so that no package has to know of them. Settings are loaded when a command first asks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from command.directories import make_private
+from command.settings import Flags, Settings, load_settings
+
+if TYPE_CHECKING:
+    from cached.config import CachedConfig
+    from engine.config import EngineConfig
+    from gateway.config import GatewayConfig
+    from tenants.config import TenantsConfig
+
+
+class CommandContext:
+    """`ctx.obj` of every command: the flags said so far, and the settings, loaded on first use."""
+
+    def __init__(self) -> None:
+        self.state_dir: str | None = None
+        self.config: str | None = None
+        self._values: list[tuple[str, str, Any, str]] = []
+
+    def say(self, section: str, key: str, value: Any, flag: str) -> None:
+        """A flag that stands for a setting; has to be said before settings are first read."""
+        self._values.append((section, key, value, flag))
+
+    @cached_property
+    def settings(self) -> Settings:
+        return load_settings(Flags(self.state_dir, self.config, tuple(self._values)))
+
+    @property
+    def tenants(self) -> TenantsConfig:
+        # The first command of all may be one that makes a tenant: the store's directory is then not there yet.
+        if not self.settings.paths.state.exists():
+            make_private(self.settings.paths.state)
+        return self.settings.tenants
+
+    @property
+    def cached(self) -> CachedConfig:
+        return self.settings.cached
+
+    @property
+    def engine(self) -> EngineConfig:
+        return self.settings.engine
+
+    @property
+    def gateway(self) -> GatewayConfig:
+        return self.settings.gateway
+
+
+class HaloclineGroup(click.Group):
+    """A group that knows where commands of other packages live and imports one only when it is called."""
+
+    def __init__(self, *args: Any, elsewhere: dict[str, tuple[str, str]] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # name -> (module:attribute, one line of help, so that --help need not import the module)
+        self._elsewhere = elsewhere or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self._elsewhere])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in self._elsewhere:
+            module, _, attribute = self._elsewhere[cmd_name][0].partition(":")
+            command = getattr(importlib.import_module(module), attribute)
+        return None if command is None else with_global_flags(command)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise click.UsageError(error.message + did_you_mean(args[0], self.list_commands(ctx)), ctx) from None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: list[tuple[str, str]] = []
+        for name in self.list_commands(ctx):
+            if name in self._elsewhere:
+                rows.append((name, self._elsewhere[name][1]))
+            elif (command := super().get_command(ctx, name)) is not None and not command.hidden:
+                rows.append((name, command.get_short_help_str(limit=90)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """A hint to append to a message about an unknown word; empty when nothing is near."""
+    near = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def with_global_flags(command: click.Command) -> click.Command:
+    """`command` and everything below it with `--state-dir` and `--config`; does nothing the second time."""
+    if not any(parameter.name == "state_dir" for parameter in command.params):
+        command.params.extend(global_flags())
+    if isinstance(command, click.Group):
+        for child in command.commands.values():
+            with_global_flags(child)
+        if not isinstance(command, HaloclineGroup):
+            _suggest(command)
+    return command
+
+
+def global_flags() -> list[click.Option]:
+    """The two flags that every command takes; what they say goes to `ctx.obj`."""
+    return [
+        click.Option(
+            ["--state-dir"],
+            metavar="DIR",
+            expose_value=False,
+            callback=_remember,
+            help="Where keys, tenants, models, logs and sockets lie. [HALOCLINE_STATE_DIR; ~/.local/state/halocline]",
+        ),
+        click.Option(
+            ["--config"],
+            metavar="FILE",
+            expose_value=False,
+            callback=_remember,
+            help="TOML file with settings. [HALOCLINE_CONFIG; ~/.config/halocline/config.toml, as root /etc/halocline/config.toml]",
+        ),
+    ]
+
+
+def _remember(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    context = ctx.ensure_object(CommandContext)
+    if value is not None and parameter.name is not None:
+        setattr(context, parameter.name, value)
+
+
+def _suggest(group: click.Group) -> None:
+    """Gives a plain group of another package the did-you-mean of ours."""
+    plain = group.resolve_command
+
+    def resolve(ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return plain(ctx, args)
+        except click.UsageError as error:
+            if "Did you mean" in error.message:
+                raise
+            raise click.UsageError(error.message + did_you_mean(args[0], group.list_commands(ctx)), ctx) from None
+
+    group.resolve_command = resolve  # type: ignore[method-assign]
