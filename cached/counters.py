@@ -1,0 +1,65 @@
+"""What the tier has done since the daemon started: plain counts, and how they are labelled when somebody asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cached.protocol import REFUSAL_REASONS, Count, RefusalReason
+from cached.retention import MAX_PRIORITY
+
+BAND_WIDTH = 10
+
+
+def band_of(priority: int) -> str:
+    """The band of priorities under which an eviction is counted: tens, and 100 alone."""
+    low = priority // BAND_WIDTH * BAND_WIDTH
+    return str(low) if low == MAX_PRIORITY else f"{low}-{low + BAND_WIDTH - 1}"
+
+
+def _per_priority() -> list[int]:
+    return [0] * (MAX_PRIORITY + 1)
+
+
+def _per_reason() -> dict[RefusalReason, int]:
+    return dict.fromkeys(REFUSAL_REASONS, 0)
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Blocks, counted. Only `used` goes down: visible blocks by priority; the rest only rises."""
+
+    looked_up: int = 0
+    found: int = 0
+    stored: int = 0
+    loaded: int = 0
+    aborted: int = 0
+    expired: int = 0
+    dropped: int = 0
+    dropped_unused: int = 0
+    verified: int = 0
+    corrupt: int = 0
+    restored: int = 0
+    lost_at_restart: int = 0
+    leases_broken: int = 0
+    reservations_expired: int = 0
+    used: list[int] = field(default_factory=_per_priority)
+    evicted: list[int] = field(default_factory=_per_priority)
+    refused: dict[RefusalReason, int] = field(default_factory=_per_reason)
+
+    def as_fields(self) -> dict[str, Any]:
+        """The counters under the names of `protocol.TierStatistics`."""
+        plain = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("used", "evicted", "refused")
+        }
+        evicted: dict[str, int] = {band_of(priority): 0 for priority in range(0, MAX_PRIORITY + 1, BAND_WIDTH)}
+        for priority, count in enumerate(self.evicted):
+            evicted[band_of(priority)] += count
+        return {
+            **plain,
+            "used_by_priority": tuple(Count(str(level), count) for level, count in enumerate(self.used) if count),
+            "evicted_by_priority": tuple(Count(label, count) for label, count in evicted.items()),
+            "refused_by_reason": tuple(Count(reason, count) for reason, count in self.refused.items()),
+        }

@@ -1,0 +1,173 @@
+"""Who holds what for how long: sessions, their reservations and leases, and what ended sessions left behind.
+
+Decides nothing about blocks: it hands out ids, remembers deadlines, and gives back what belongs to a session. Both
+kinds of holding have one time to live each, so the order of creation is the order of expiry and a queue suffices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cached.blocks import EXPIRED, ORPHANED, QUARANTINED, RESERVED
+from cached.protocol import NEVER
+from cached.records import Holder
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationHolding:
+    """A session may write into `slot`; after `deadline` it may no longer commit."""
+
+    session: int
+    deadline: float
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHolding:
+    """A session reads `slots`, which held content of these `generations` when the lease began."""
+
+    session: int
+    deadline: float
+    slots: list[int]
+    generations: list[int]
+
+
+@dataclass(slots=True)
+class SessionHoldings:
+    """The ids one session holds, in order; `slots` only for what a former daemon noted and this one never gave out."""
+
+    holder: Holder
+    reservations: dict[int, None] = field(default_factory=dict)
+    leases: dict[int, None] = field(default_factory=dict)
+    slots: Sequence[int] = ()
+
+
+class Holdings:
+    """Ids begin at `first_id`, which the shell chooses new at every start, so that none from a former life is known."""
+
+    def __init__(self, first_id: int) -> None:
+        self.reservations: dict[int, ReservationHolding] = {}
+        self.leases: dict[int, LeaseHolding] = {}
+        self._sessions: dict[int, SessionHoldings] = {}
+        self._quarantined: dict[int, SessionHoldings] = {}
+        self._reservation_queue: deque[tuple[float, int]] = deque()
+        self._lease_queue: deque[tuple[float, int]] = deque()
+        self._next_id = first_id
+
+    def open(self, session: int, holder: Holder) -> None:
+        """A session begins; its number was never used before."""
+        assert session not in self._sessions
+        assert session not in self._quarantined
+        self._sessions[session] = SessionHoldings(holder)
+
+    def close(self, session: int) -> SessionHoldings | None:
+        """A session ends; what it holds stays known until the caller has dealt with it."""
+        return self._sessions.pop(session, None)
+
+    def holder_of(self, session: int) -> Holder:
+        """Who is behind an open session."""
+        return self._sessions[session].holder
+
+    def add_reservation(self, reservation: ReservationHolding) -> int:
+        """Remember a reservation and say its id."""
+        number = self._new_id()
+        self.reservations[number] = reservation
+        self._sessions[reservation.session].reservations[number] = None
+        self._reservation_queue.append((reservation.deadline, number))
+        return number
+
+    def take_reservation(self, session: int, number: int) -> ReservationHolding | None:
+        """End a reservation; None when this session has none of that id."""
+        held = self.reservations.get(number)
+        if held is None or held.session != session or session not in self._sessions:
+            return None
+        del self.reservations[number]
+        del self._sessions[session].reservations[number]
+        return held
+
+    def add_lease(self, lease: LeaseHolding) -> int:
+        """Remember a lease and say its id."""
+        number = self._new_id()
+        self.leases[number] = lease
+        self._sessions[lease.session].leases[number] = None
+        self._lease_queue.append((lease.deadline, number))
+        return number
+
+    def take_lease(self, session: int, number: int) -> LeaseHolding | None:
+        """End a lease; None when this session has none of that id (any more)."""
+        held = self.leases.get(number)
+        if held is None or held.session != session or session not in self._sessions:
+            return None
+        del self.leases[number]
+        del self._sessions[session].leases[number]
+        return held
+
+    def leases_due(self, now: float) -> Iterator[LeaseHolding]:
+        """Take the leases of open sessions whose deadline has come; those in quarantine last until it ends."""
+        while self._lease_queue and self._lease_queue[0][0] <= now:
+            _, number = self._lease_queue.popleft()
+            held = self.leases.get(number)
+            if held is not None and self.take_lease(held.session, number) is not None:
+                yield held
+
+    def reservations_due(self, now: float) -> Iterator[ReservationHolding]:
+        """The reservations of open sessions whose deadline has come, each once; they stay known, since only their
+        session can say that it has stopped writing."""
+        while self._reservation_queue and self._reservation_queue[0][0] <= now:
+            _, number = self._reservation_queue.popleft()
+            held = self.reservations.get(number)
+            if held is not None and held.session in self._sessions:
+                yield held
+
+    def next_deadline(self) -> float:
+        """The earliest deadline that still means something; infinity without one."""
+        while self._lease_queue and self._lease_queue[0][1] not in self.leases:
+            self._lease_queue.popleft()
+        while self._reservation_queue and self._reservation_queue[0][1] not in self.reservations:
+            self._reservation_queue.popleft()
+        lease = self._lease_queue[0][0] if self._lease_queue else NEVER
+        reservation = self._reservation_queue[0][0] if self._reservation_queue else NEVER
+        return min(lease, reservation)
+
+    def quarantine(self, session: int, held: SessionHoldings) -> bool:
+        """Keep what an ended session held out of reach until `leave_quarantine`; False when it held nothing."""
+        if not held.reservations and not held.leases:
+            return False
+        self._quarantined[session] = held
+        return True
+
+    def restore_quarantine(self, session: int, holder: Holder, slots: Sequence[int]) -> None:
+        """The same for slots that a former daemon noted."""
+        self._quarantined[session] = SessionHoldings(holder, slots=tuple(slots))
+
+    def leave_quarantine(self, session: int) -> SessionHoldings | None:
+        """What was kept for an ended session; the caller frees it."""
+        return self._quarantined.pop(session, None)
+
+    def quarantined_sessions(self) -> dict[int, Holder]:
+        """Ended sessions with something in quarantine."""
+        return {session: held.holder for session, held in self._quarantined.items()}
+
+    def has_any(self) -> bool:
+        """Whether a session is open or in quarantine."""
+        return bool(self._sessions or self._quarantined)
+
+    def check_invariants(self, state: bytearray) -> None:
+        """Raise AssertionError when ids and sessions disagree, or a slot is held that is in no state to be."""
+        everyone = list(self._sessions.values()) + list(self._quarantined.values())
+        reserved = [number for held in everyone for number in held.reservations]
+        leased = [number for held in everyone for number in held.leases]
+        assert sorted(reserved) == sorted(self.reservations)
+        assert sorted(leased) == sorted(self.leases)
+        writable = [held.slot for held in self.reservations.values()]
+        writable += [slot for held in everyone for slot in held.slots]
+        assert len(set(writable)) == len(writable), "two reservations share a slot"
+        states = (RESERVED, ORPHANED, EXPIRED, QUARANTINED)
+        assert all(state[slot] in states for slot in writable)
+        assert len(writable) == sum(state.count(each) for each in states), "a slot is held back for nobody"
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1

@@ -1,0 +1,137 @@
+"""Slot records and the table's header as bytes: each with its own checksum, so that a torn or flipped one is no record.
+
+A record's checksum is seeded with its slot, so that a record in the wrong place is none either. Where the bytes live
+and in which order they are written is the arena's business.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from cached.protocol import Layout
+
+TABLE_VERSION = 1
+HEADER_BYTES = 4096
+MAX_FINGERPRINT_BYTES = 64
+
+_FREE = 0
+_STORED = 1
+_RESERVED = 2
+
+_MAGIC = b"HALOCLIN"
+_BODY = struct.Struct("<BBBxIQ32s32s16sdQQQ")
+_SUM = struct.Struct("<Q")
+RECORD_BYTES = _BODY.size + _SUM.size
+_HEADER = struct.Struct("<8sII16sQQQQ64s")
+
+
+class StoredRecord(NamedTuple):
+    """A committed block. `parent` of zeros: a first block. `drops`: on_expiry is drop."""
+
+    key: bytes
+    parent: bytes
+    namespace: int
+    priority: int
+    deadline: float
+    drops: bool
+    owner: bytes
+    length: int
+    checksum: int
+    generation: int
+    tick: int
+
+
+class Holder(NamedTuple):
+    """The client that may be writing into a slot: its process, when that started, and which of its clients."""
+
+    pid: int
+    started: int
+    client_id: bytes
+
+
+def pack_stored(slot: int, record: StoredRecord) -> bytes:
+    """The bytes of a stored block's record."""
+    body = _BODY.pack(
+        _STORED,
+        record.drops,
+        record.priority,
+        record.namespace,
+        record.length,
+        record.key,
+        record.parent,
+        record.owner,
+        record.deadline,
+        record.checksum,
+        record.generation,
+        record.tick,
+    )
+    return body + _SUM.pack(xxh3_64_intdigest(body, slot))
+
+
+def pack_reserved(slot: int, holder: Holder) -> bytes:
+    """The bytes of a slot that `holder` may be writing into."""
+    body = _BODY.pack(_RESERVED, 0, 0, 0, holder.pid, b"", b"", holder.client_id, 0.0, holder.started, 0, 0)
+    return body + _SUM.pack(xxh3_64_intdigest(body, slot))
+
+
+def is_free(data: bytes) -> bool:
+    """Whether a slot's record says that it is free; one byte decides, so that clearing a record cannot be torn."""
+    return data[0] == _FREE
+
+
+def unpack(slot: int, data: bytes) -> StoredRecord | Holder | None:
+    """The record in `data`, or None when it is free, torn, flipped or another slot's."""
+    if data[0] == _FREE or xxh3_64_intdigest(data[: _BODY.size], slot) != _SUM.unpack_from(data, _BODY.size)[0]:
+        return None
+    state, drops, priority, namespace, length, key, parent, owner, deadline, checksum, generation, tick = (
+        _BODY.unpack_from(data)
+    )
+    if state == _STORED:
+        return StoredRecord(
+            key, parent, namespace, priority, deadline, bool(drops), owner, length, checksum, generation, tick
+        )
+    return Holder(length, checksum, owner) if state == _RESERVED else None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the table says of itself. `layout` None: not formatted, so there is no record to read."""
+
+    boot_id: bytes
+    num_slots: int
+    slot_bytes: int
+    layout: Layout | None
+
+
+def pack_header(header: Header) -> bytes:
+    """The table's first bytes."""
+    layout = header.layout or Layout(b"", 0, 0)
+    body = _HEADER.pack(
+        _MAGIC,
+        TABLE_VERSION,
+        len(layout.fingerprint),
+        header.boot_id,
+        header.num_slots,
+        header.slot_bytes,
+        layout.block_bytes,
+        layout.tokens_per_block,
+        layout.fingerprint,
+    )
+    return body + _SUM.pack(xxh3_64_intdigest(body))
+
+
+def unpack_header(data: bytes) -> Header | None:
+    """The header in `data`, or None when it is another version's, torn or no header at all."""
+    if len(data) < _HEADER.size + _SUM.size:
+        return None
+    if xxh3_64_intdigest(data[: _HEADER.size]) != _SUM.unpack_from(data, _HEADER.size)[0]:
+        return None
+    magic, version, length, boot_id, num_slots, slot_bytes, block_bytes, tokens, name = _HEADER.unpack_from(data)
+    if magic != _MAGIC or version != TABLE_VERSION or length > MAX_FINGERPRINT_BYTES:
+        return None
+    layout = Layout(name[:length], block_bytes, tokens) if length else None
+    return Header(boot_id, num_slots, slot_bytes, layout)
