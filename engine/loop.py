@@ -267,7 +267,9 @@ class StepLoop:
         if self._inbox.is_stopping:
             return True
         cancelled = self._inbox.cancelled
-        return bool(cancelled) and all(chunk.sequence_id in cancelled for chunk in plan.chunks)
+        if not cancelled or not plan.chunks:
+            return False
+        return all(chunk.sequence_id in cancelled for chunk in plan.chunks)
 
     def _measure(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)

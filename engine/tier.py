@@ -33,7 +33,7 @@ STORE_GROUP_BLOCKS: Final = 32
 """Blocks reserved at once, so that a long chain does not hold reservations while it waits for its copies."""
 MAX_TOUCHES_WAITING: Final = 16384
 """Touches are advice; while more than this many wait, new ones are dropped."""
-RESTART_PAUSE_S: Final = 1.0
+RESTART_PAUSE_S: Final = 0.25
 
 log = structlog.get_logger("engine.tier")
 

@@ -1,0 +1,274 @@
+"""Starts and stops one engine process: model, warm-up, threads, socket, readiness; and the reverse.
+
+It decides the order of start and stop and the exit code. The environment that torch reads is set before anything that
+imports torch; the model is loaded before the socket exists, so that whoever can connect can be served.
+"""
+
+from __future__ import annotations
+
+import engine.environment  # noqa: F401  (first: what it sets is read when torch is loaded)
+
+# isort: split
+import asyncio
+import contextlib
+import gc
+import os
+import pwd
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+import uvloop
+
+from cached.client import TierClient
+from cached.protocol import TierHello
+from engine import logs
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import EngineConfigError, EngineError
+from engine.events import EventRing
+from engine.loop import Inbox, StepLoop
+from engine.metrics import MetricsEndpoint
+from engine.plan import Chunk, SampleRequest, StepPlan
+from engine.protocol import Sampling
+from engine.rates import Rate
+from engine.server import EngineServer, ServerFacts
+from engine.tier import TierWorker
+from engine.values import CoreSettings
+
+if TYPE_CHECKING:
+    from engine.runner import ModelRunner
+
+STEP_THREAD_END_S: Final = 5.0
+TIER_DRAIN_S: Final = 2.0
+STOPPING: Final = "The engine is stopping; the request may be retried."
+
+log = structlog.get_logger("engine.main")
+
+
+def run(config: EngineConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code is 0 for an orderly stop, 1 for a failure, 2 for a setting."""
+    logs.configure(config.log_level)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # While loading there is nothing to put away.
+    try:
+        runner, prefill_rate = _load(config)
+        gc.collect()
+        gc.freeze()  # The model stays; no collection has to walk it again.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as event_loop:
+            return event_loop.run(_serve(config, runner, prefill_rate))
+    except EngineConfigError as error:
+        print(f"engine: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return 2
+    except EngineError as error:
+        print(f"engine: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# Loading. -----------------------------------------------------------------------------------------------------------
+
+
+def _load(config: EngineConfig) -> tuple[ModelRunner, Rate]:
+    from engine.runner import load_runner  # Imports torch, which takes seconds: not before it is needed.
+
+    progress = Progress()
+    runner = load_runner(config, progress)
+    progress("measuring a full step", 0.0)
+    return runner, warm_up(runner, config.max_num_tokens)
+
+
+class Progress:
+    """Lines on stderr, and the service manager's status, at most one per stage and tenth."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, stage: str, share: float) -> None:
+        line = f"engine: {stage} {int(share * 10) * 10} %"
+        if line != self._last:
+            self._last = line
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+            notify(f"STATUS={line}")
+
+
+def warm_up(runner: ModelRunner, max_num_tokens: int) -> Rate:
+    """Run a prefill of one step's length, and a token after it, on blocks nobody uses yet.
+
+    The core never hears of it, so it counts nowhere (kv-semantics 7.1). A full step cannot meet a request unprepared
+    after this, and its time is the first measurement of the prefill rate.
+    """
+    info = runner.info
+    rate = Rate()
+    num_tokens = min(max_num_tokens, info.num_blocks * info.tokens_per_block, info.max_context_tokens) - 1
+    started = time.monotonic()
+    runner.execute(_warm_up_plan(0, num_tokens, info.tokens_per_block), lambda: False)
+    rate.observe(num_tokens, time.monotonic() - started)
+    runner.execute(_warm_up_plan(num_tokens, 1, info.tokens_per_block), lambda: False)
+    return rate
+
+
+def _warm_up_plan(start: int, length: int, tokens_per_block: int) -> StepPlan:
+    tokens = (1,) * length
+    num_blocks = -(-(start + length) // tokens_per_block)
+    sample = SampleRequest(Sampling(temperature=0.0), 0, 0, tokens, (), True)
+    return StepPlan(0, (), (Chunk(0, start, tokens, tuple(range(num_blocks)), sample),))
+
+
+# Serving. -----------------------------------------------------------------------------------------------------------
+
+
+async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) -> int:
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[int] = loop.create_future()
+
+    def end(code: int) -> None:
+        if not over.done():
+            over.set_result(code)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, 0)
+    incarnation = os.urandom(8).hex()
+    settings = core_settings(config, runner)
+    inbox = Inbox()
+    server = EngineServer(
+        _facts(config, runner, settings, incarnation),
+        inbox,
+        tier="absent" if settings.tier_enabled else "none",
+        allowed_uids=frozenset(_uid(name) for name in config.allowed_users),
+        on_ended=lambda failure: end(1) if failure else None,
+    )
+    tier = _tier_worker(config, runner, inbox) if settings.tier_enabled else None
+    steps = StepLoop(
+        EngineCore(settings, runner.info.layout_fingerprint),
+        runner,
+        inbox,
+        server.deliver,
+        tier=tier,
+        events=EventRing(config.event_buffer_max_size, incarnation),
+        prefill_rate=prefill_rate,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        await server.listen(config.socket)
+        stack.push_async_callback(_stop_threads, server, inbox, steps, tier)
+        steps.start()
+        if tier is not None:
+            tier.start()
+        if config.metrics_listen:
+            await _start_metrics(config, server, stack)
+        log.info(
+            "ready",
+            socket=str(config.socket),
+            model_id=config.model_id,
+            device=str(runner.info.device),
+            dtype=str(runner.info.dtype),
+            num_blocks=runner.info.num_blocks,
+            incarnation=incarnation,
+        )
+        notify("READY=1\nSTATUS=serving")
+        code = await over
+        notify("STOPPING=1")
+        log.info("stopping", failure="" if code == 0 else "see above")
+    return code
+
+
+async def _stop_threads(server: EngineServer, inbox: Inbox, steps: StepLoop, tier: TierWorker | None) -> None:
+    """The reverse of the start: clients are told first, then nothing steps any more, then the last blocks are stored."""
+    inbox.stop()
+    await server.close(STOPPING)
+    if not await asyncio.to_thread(steps.join, STEP_THREAD_END_S):
+        log.error("the running step does not end; the process ends without it", timeout_s=STEP_THREAD_END_S)
+        os._exit(1)  # The interpreter would wait for, or crash under, a thread that is inside torch.
+    if tier is not None:
+        await asyncio.to_thread(tier.stop, TIER_DRAIN_S)
+
+
+async def _start_metrics(config: EngineConfig, server: EngineServer, stack: contextlib.AsyncExitStack) -> None:
+    assert config.metrics_listen is not None
+    settings = {"secondary_offload_min_priority": config.secondary_offload_min_priority}
+
+    async def figures() -> dict[str, Any]:
+        return {**await server.statistics(), "settings": settings}
+
+    endpoint = MetricsEndpoint(config.metrics_listen, figures)
+    await endpoint.start()
+    stack.push_async_callback(endpoint.close)
+
+
+def core_settings(config: EngineConfig, runner: ModelRunner) -> CoreSettings:
+    """What the core is told: the configuration, and what the model and its memory turned out to be."""
+    info = runner.info
+    return CoreSettings(
+        tokens_per_block=info.tokens_per_block,
+        num_blocks=info.num_blocks,
+        max_num_tokens=config.max_num_tokens,
+        max_batch_size=config.max_batch_size,
+        max_queue=max(1, config.max_queue),
+        max_context_tokens=info.max_context_tokens,
+        vocab_size=info.vocab_size,
+        eos_token_ids=tuple(info.eos_token_ids),
+        enable_block_reuse=config.enable_block_reuse,
+        enable_partial_reuse=config.enable_partial_reuse,
+        copy_on_partial_reuse=config.copy_on_partial_reuse,
+        tier_enabled=config.tier_enabled and config.onboard_blocks,  # kv-semantics 5.6
+        onboard_blocks=config.onboard_blocks,
+        secondary_offload_min_priority=config.secondary_offload_min_priority,
+        offload_policy=config.offload_policy,
+        record_events=config.event_buffer_max_size > 0,
+        event_token_ids=config.event_token_ids,
+    )
+
+
+def _facts(config: EngineConfig, runner: ModelRunner, settings: CoreSettings, incarnation: str) -> ServerFacts:
+    return ServerFacts(
+        incarnation=incarnation,
+        model_id=config.model_id,
+        model_dir=str(config.model_dir),
+        vocab_size=settings.vocab_size,
+        max_context_tokens=settings.max_context_tokens,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        eos_token_ids=settings.eos_token_ids,
+        tokens_per_block=settings.tokens_per_block,
+        num_blocks=settings.num_blocks,
+        layout_fingerprint=runner.info.layout_fingerprint,
+        credits=settings.max_queue,
+    )
+
+
+def _tier_worker(config: EngineConfig, runner: ModelRunner, inbox: Inbox) -> TierWorker:
+    info = runner.info
+    hello = TierHello(info.layout_fingerprint, info.block_bytes, info.tokens_per_block)
+    socket_path = config.cached_socket
+    assert socket_path is not None
+    return TierWorker(
+        lambda: TierClient(socket_path, hello, config.tier_timeout_ms / 1e3),
+        runner.kv,
+        block_bytes=info.block_bytes,
+        tokens_per_block=info.tokens_per_block,
+        verify_loads=config.verify_loads,
+        answer=inbox.put,
+    )
+
+
+def _uid(name: str) -> int:
+    if name.isdigit():
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        raise EngineConfigError(f"allowed_users names {name!r}, and this machine has no such user") from None
+
+
+def notify(message: str, address: str | None = None) -> None:
+    """Tell the service manager, if there is one (sd_notify); its absence is not an error."""
+    address = address or os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    target = "\0" + address[1:] if address.startswith("@") else address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.sendto(message.encode(), target)

@@ -1,0 +1,170 @@
+"""A host tier in memory with the verbs of `cached.client.TierClient`, which loses, corrupts and hangs when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cached.client import Lease
+from cached.protocol import LeasedBlock, OfferedBlock, Present, Refused, Reserved
+
+
+@dataclass(slots=True)
+class _Block:
+    offset: int
+    offered: OfferedBlock
+    checksum: int
+
+
+class FakeTier:
+    """What is stored, and what every client of it sees."""
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.num_slots = num_slots
+        self.memory = bytearray(num_slots * block_bytes)
+        self.stored: dict[bytes, _Block] = {}
+        self.reserved: dict[int, tuple[int, OfferedBlock]] = {}
+        self.leases: set[int] = set()
+        self.touched: list[tuple[bytes, int, float | None, str]] = []
+        self.suspected: list[bytes] = []
+        self.aborted: list[int] = []
+        self.is_there = True
+        self.loses_leases = False
+        self.fails_with: Exception | None = None
+        self.calls: list[str] = []
+        self._last_id = 0
+        self._next_slot = 0
+
+    def next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def take_slot(self) -> int | None:
+        if self._next_slot == self.num_slots:
+            return None
+        self._next_slot += 1
+        return (self._next_slot - 1) * self.block_bytes
+
+    def corrupt(self, block_hash: bytes) -> None:
+        """Flip one bit of a stored block."""
+        self.memory[self.stored[block_hash].offset + 3] ^= 1
+
+
+class FakeTierClient:
+    """One client; `restart` gives it a new session, as a restarted daemon would."""
+
+    def __init__(self, tier: FakeTier) -> None:
+        self.tier = tier
+        self.closed = False
+        self._payload = memoryview(tier.memory)
+
+    def restart(self) -> None:
+        self._payload = memoryview(self.tier.memory)
+
+    @property
+    def state(self) -> Literal["ready", "absent"]:
+        return "ready" if self.tier.is_there else "absent"
+
+    @property
+    def payload(self) -> memoryview | None:
+        return self._payload if self.tier.is_there else None
+
+    def poll(self) -> Literal["ready", "absent"]:
+        return self.state
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        self._called("lookup")
+        return self._run_of(hashes)
+
+    def lease(self, hashes: Sequence[bytes]) -> Lease | None:
+        self._called("lease")
+        blocks = [self.tier.stored[each] for each in hashes[: self._run_of(hashes)]]
+        if not blocks:
+            return None
+        lease_id = self.tier.next_id()
+        self.tier.leases.add(lease_id)
+        return Lease(
+            lease_id,
+            1,
+            tuple(
+                LeasedBlock(
+                    block.offset,
+                    1,
+                    block.checksum,
+                    block.offered.priority,
+                    block.offered.deadline,
+                    block.offered.on_expiry,
+                )
+                for block in blocks
+            ),
+        )
+
+    def release(self, lease: Lease) -> bool:
+        self._called("release")
+        self.tier.leases.discard(lease.lease_id)
+        return self.tier.is_there and not self.tier.loses_leases
+
+    def reserve(self, chain: Sequence[OfferedBlock]) -> list[Reserved | Present | Refused]:
+        self._called("reserve")
+        outcomes: list[Reserved | Present | Refused] = []
+        for block in chain:
+            if not self.tier.is_there:
+                outcomes.append(Refused("absent"))
+            elif block.block_hash in self.tier.stored:
+                outcomes.append(Present())
+            elif (offset := self.tier.take_slot()) is None:
+                outcomes.append(Refused("full"))
+            else:
+                reservation = self.tier.next_id()
+                self.tier.reserved[reservation] = (offset, block)
+                outcomes.append(Reserved(reservation, offset))
+        return outcomes
+
+    def commit(self, items: Sequence[tuple[int, int]]) -> list[Literal["stored", "orphan", "expired"]]:
+        self._called("commit")
+        outcomes: list[Literal["stored", "orphan", "expired"]] = []
+        for reservation, checksum in items:
+            found = self.tier.reserved.pop(reservation, None)
+            if found is None:
+                outcomes.append("expired")
+                continue
+            offset, block = found
+            self.tier.stored[block.block_hash] = _Block(offset, block, checksum)
+            outcomes.append("stored")
+        return outcomes
+
+    def abort(self, reservations: Sequence[int]) -> None:
+        self._called("abort")
+        for reservation in reservations:
+            self.tier.reserved.pop(reservation, None)
+            self.tier.aborted.append(reservation)
+
+    def touch(self, items: Sequence[tuple[bytes, int, float | None, str]]) -> None:
+        self._called("touch")
+        self.tier.touched += items
+
+    def suspect(self, hashes: Sequence[bytes]) -> None:
+        self._called("suspect")
+        self.tier.suspected += hashes
+
+    def stats(self) -> dict[str, object] | None:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _run_of(self, hashes: Sequence[bytes]) -> int:
+        if not self.tier.is_there:
+            return 0
+        for at, each in enumerate(hashes):
+            if each not in self.tier.stored:
+                return at
+        return len(hashes)
+
+    def _called(self, verb: str) -> None:
+        self.tier.calls.append(verb)
+        if self.tier.fails_with is not None:
+            error, self.tier.fails_with = self.tier.fails_with, None
+            raise error
