@@ -1,0 +1,286 @@
+"""The device side against plain transformers: cold, chunked, batched, copied, reused inside a step, abandoned."""
+
+from __future__ import annotations
+
+import engine.environment  # noqa: F401  isort: skip
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.attention.gather import GatherAttention
+from engine.attention.interface import Attention, StepContext, choose_attention
+from engine.batch import pack
+from engine.config import EngineConfig
+from engine.kv_memory import KvMemory
+from engine.model import LoadedModel, load_model
+from engine.model_files import inspect_model
+from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan
+from engine.protocol import Sampling
+from engine.runner import ModelRunner, load_runner
+from tests.support.tiny_model import FAMILIES, VOCAB_SIZE, write_tiny_model
+
+TOLERANCE = 5e-4
+TOKENS_PER_BLOCK = 4
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("attention", ["gather", "cpu"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_plain_transformers_whatever_the_chunks_and_the_company(
+    family: str, attention: str, tmp_path: Path
+) -> None:
+    rig = _Rig(write_tiny_model(tmp_path, family), attention)
+    prompts = [_tokens(37, 1), _tokens(21, 2), _tokens(3, 3)]
+    expected = [rig.reference(prompt) for prompt in prompts]
+
+    for chunk_sizes in ([64], [1], [5], [7, 1, 3], [2, 13]):
+        found = rig.in_company(prompts, chunk_sizes)
+
+        for logits, wanted in zip(found, expected, strict=True):
+            assert (logits - wanted).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ["gather", "cpu"])
+def test_a_sequence_may_use_blocks_that_another_computes_in_the_same_step(attention: str, tmp_path: Path) -> None:
+    rig = _Rig(write_tiny_model(tmp_path), attention)
+    shared, own, other = _tokens(8, 1), _tokens(5, 2), _tokens(1, 3)
+
+    producer = Chunk(1, 0, (*shared, *own), (6, 3, 9, 1), None)
+    consumer = Chunk(2, 8, other, (6, 3, 2), None)
+    logits = rig.logits(StepPlan(1, (), (consumer, producer)))
+
+    assert (logits[:1] - rig.reference((*shared, *other))[8:]).abs().max() < TOLERANCE
+    assert (logits[1:] - rig.reference((*shared, *own))).abs().max() < TOLERANCE
+
+
+def test_a_copied_beginning_of_a_block_serves_another_sequence(tmp_path: Path) -> None:
+    rig = _Rig(write_tiny_model(tmp_path), "cpu")
+    shared, rest, other = _tokens(7, 1), _tokens(1, 2), _tokens(3, 3)
+    rig.logits(StepPlan(1, (), (Chunk(1, 0, (*shared, *rest), (4, 8), None),)))
+    untouched = rig.kv.pool[8].clone()
+
+    plan = StepPlan(2, (BlockCopy(8, 5, 3),), (Chunk(2, 7, other, (4, 5, 0), None),))
+    rig.kv.copy_tokens(plan.copies)
+    logits = rig.logits(plan)
+
+    assert (logits - rig.reference((*shared, *other))[7:]).abs().max() < TOLERANCE
+    assert torch.equal(rig.kv.pool[8], untouched)
+
+
+def test_blocks_that_went_out_and_in_again_serve_as_before(tmp_path: Path) -> None:
+    rig = _Rig(write_tiny_model(tmp_path), "cpu")
+    prompt = _tokens(8, 1)
+    rig.logits(StepPlan(1, (), (Chunk(1, 0, prompt, (4, 8), None),)))
+
+    for old, new in ((4, 1), (8, 2)):
+        copy = bytearray(rig.kv.layout.block_bytes)
+        rig.kv.read_block(old, memoryview(copy))
+        rig.kv.write_block(new, memoryview(bytes(copy)))
+    logits = rig.logits(StepPlan(2, (), (Chunk(2, 8, (5,), (1, 2, 3), None),)))
+
+    assert (logits - rig.reference((*prompt, 5))[8:]).abs().max() < TOLERANCE
+
+
+def test_greedy_text_is_the_same_alone_chunked_and_in_company(tmp_path: Path) -> None:
+    runner = _runner(tmp_path)
+    prompts = [_tokens(30, 1), _tokens(11, 2), _tokens(19, 3)]
+
+    alone = [_generate(runner, [prompt], 12, 64)[0] for prompt in prompts]
+
+    assert _generate(runner, prompts, 12, 64) == alone
+    assert _generate(runner, prompts, 12, 7) == alone
+
+
+def test_sampled_text_is_the_same_alone_and_in_company(tmp_path: Path) -> None:
+    runner = _runner(tmp_path)
+    prompts = [_tokens(30, 1), _tokens(11, 2), _tokens(19, 3)]
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+
+    alone = [_generate(runner, [prompt], 12, 64, sampling, [seed])[0] for seed, prompt in enumerate(prompts)]
+
+    assert _generate(runner, prompts, 12, 64, sampling, [0, 1, 2]) == alone
+    assert _generate(runner, prompts, 12, 64, sampling, [3, 4, 5]) != alone
+
+
+def test_a_step_is_abandoned_between_layers_and_the_next_one_is_right(tmp_path: Path) -> None:
+    runner = _runner(tmp_path)
+    prompt = _tokens(30, 1)
+    undisturbed = _generate(runner, [prompt], 6, 64)
+    asked = itertools.count()
+    plan = StepPlan(7, (), (Chunk(1, 0, prompt, tuple(range(8)), _request(Sampling(temperature=0.0), 0, 0)),))
+
+    result = runner.execute(plan, lambda: next(asked) >= 1)
+
+    assert result.aborted
+    assert (result.step_id, result.sampled, result.failed) == (7, (), ())
+    assert next(asked) == 2  # Asked before the first layer and before the second, then no more.
+    assert _generate(runner, [prompt], 6, 64) == undisturbed
+
+
+def test_a_sequence_whose_cache_is_broken_fails_alone(tmp_path: Path) -> None:
+    runner = _runner(tmp_path)
+    runner.kv.pool[3].fill_(torch.nan)
+    greedy = Sampling(temperature=0.0)
+
+    plan = StepPlan(
+        1,
+        (),
+        (
+            Chunk(1, 4, (5,), (3, 4), _request(greedy, 0, 0)),
+            Chunk(2, 0, (5,), (6,), _request(greedy, 0, 0)),
+        ),
+    )
+    result = runner.execute(plan, lambda: False)
+
+    assert [sequence_id for sequence_id, _ in result.failed] == [1]
+    assert "not finite" in result.failed[0][1]
+    assert [sampled.sequence_id for sampled in result.sampled] == [2]
+
+
+def test_a_step_without_a_sample_gives_no_token(tmp_path: Path) -> None:
+    runner = _runner(tmp_path)
+
+    result = runner.execute(StepPlan(4, (), (Chunk(1, 0, (1, 2, 3), (0,), None),)), lambda: False)
+
+    assert (result.step_id, result.sampled, result.failed, result.aborted) == (4, (), (), False)
+
+
+def test_the_demo_model_equals_plain_transformers_cold_chunked_and_in_company(demo_model_dir: Path) -> None:
+    rig = _Rig(demo_model_dir, "cpu", tokens_per_block=16, num_blocks=40)
+    prompts = [_tokens(70, 1, 49152), _tokens(41, 2, 49152), _tokens(9, 3, 49152)]
+    expected = [rig.reference(prompt) for prompt in prompts]
+
+    for chunk_sizes in ([256], [17, 3]):
+        found = rig.in_company(prompts, chunk_sizes)
+
+        for logits, wanted in zip(found, expected, strict=True):
+            assert (logits - wanted).abs().max() < TOLERANCE
+
+
+def test_the_demo_model_writes_the_reference_text(demo_model_dir: Path, tmp_path: Path) -> None:
+    runner = _runner(tmp_path, demo_model_dir, tokens_per_block=16, device_cache_size="100MB")
+    prompts = [(1, *_tokens(60, 1, 49152)), (1, 504, 3575, 282, 4649, 314), (1, 2683, 28, 665, 20)]
+    reference = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
+
+    cold = [_generate(runner, [prompt], 10, 256)[0] for prompt in prompts]
+    together = _generate(runner, prompts, 10, 23)
+
+    assert together == cold
+    for prompt, tokens in zip(prompts, cold, strict=True):
+        _assert_greedy(reference, prompt, tokens)
+
+
+class _Rig:
+    """Model, pool and attention without the runner, so that the logits of every row can be seen."""
+
+    def __init__(
+        self, directory: Path, attention: str, tokens_per_block: int = TOKENS_PER_BLOCK, num_blocks: int = 64
+    ) -> None:
+        self.model: LoadedModel = load_model(inspect_model(directory), torch.float32, CPU)
+        self._reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.kv = KvMemory(self.model.shape.block_layout(tokens_per_block, "float32"), num_blocks, CPU)
+        self.kv.pool.fill_(torch.nan)
+        self._attention: Attention = (
+            GatherAttention(self.kv) if attention == "gather" else choose_attention(self.kv, None)
+        )
+        assert self._attention.name == attention
+
+    @torch.inference_mode()
+    def reference(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self._reference(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        layout = self.kv.layout
+        batch = pack(plan, layout.tokens_per_block, self.kv.num_blocks, self._attention.max_short_tokens)
+        batch = dataclasses.replace(batch, logit_rows=batch.positions * 0 + range(len(batch.positions)))
+        return self.model.forward(batch, StepContext(self._attention.begin(batch), lambda: False))
+
+    def in_company(self, prompts: Sequence[Sequence[int]], chunk_sizes: Sequence[int]) -> list[torch.Tensor]:
+        """All logits of all prompts, computed together in chunks of these sizes, in turn."""
+        tables = _tables(prompts, self.kv.layout.tokens_per_block, self.kv.num_blocks)
+        found: list[list[torch.Tensor]] = [[] for _ in prompts]
+        done = [0] * len(prompts)
+        sizes = itertools.cycle(chunk_sizes)
+        while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
+            chunks = []
+            for i, prompt in enumerate(prompts):
+                if tokens := tuple(prompt[done[i] : done[i] + next(sizes)]):
+                    chunks.append(Chunk(i, done[i], tokens, tables[i], None))
+            logits, row = self.logits(StepPlan(1, (), tuple(chunks))), 0
+            for chunk in chunks:
+                found[chunk.sequence_id].append(logits[row : row + len(chunk.tokens)])
+                done[chunk.sequence_id] += len(chunk.tokens)
+                row += len(chunk.tokens)
+        return [torch.cat(parts) for parts in found]
+
+
+def _generate(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    chunk: int,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """What a scheduler without a cache would do: a chunk of each prompt, then a token of each, all in one batch."""
+    sampling = sampling or Sampling(temperature=0.0)
+    seeds = seeds or [0] * len(prompts)
+    full = [list(prompt) + [0] * num_tokens for prompt in prompts]
+    tables = _tables(full, runner.info.tokens_per_block, runner.info.num_blocks)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    done = [0] * len(prompts)
+    while any(len(output) < num_tokens for output in outputs):
+        chunks = []
+        for i, prompt in enumerate(prompts):
+            if len(outputs[i]) == num_tokens:
+                continue
+            known = [*prompt, *outputs[i]]
+            tokens = tuple(known[done[i] : done[i] + chunk])
+            done[i] += len(tokens)
+            request = _request(sampling, seeds[i], len(outputs[i])) if done[i] == len(known) else None
+            chunks.append(Chunk(i, done[i] - len(tokens), tokens, tables[i], request))
+        result = runner.execute(StepPlan(1, (), tuple(chunks)), lambda: False)
+        assert not result.failed
+        for sampled in result.sampled:
+            outputs[sampled.sequence_id].append(sampled.token)
+    return outputs
+
+
+def _assert_greedy(reference: Callable, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """Equal up to the first place where the reference's two best are closer than rounding."""
+    with torch.inference_mode():
+        logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    for token, row in zip(tokens, logits, strict=True):
+        best, second = row.topk(2).values.tolist()
+        if best - second < 1e-3:
+            return
+        assert token == int(row.argmax())
+
+
+def _tables(prompts: Sequence[Sequence[int]], tokens_per_block: int, num_blocks: int) -> list[tuple[int, ...]]:
+    """Blocks in no order, never one twice."""
+    scattered = iter(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).tolist())
+    return [tuple(itertools.islice(scattered, -(-len(prompt) // tokens_per_block))) for prompt in prompts]
+
+
+def _tokens(count: int, seed: int, vocabulary: int = VOCAB_SIZE) -> tuple[int, ...]:
+    return tuple(torch.randint(3, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def _request(sampling: Sampling, seed: int, output_index: int) -> SampleRequest:
+    return SampleRequest(sampling, seed, output_index, (), (), eos_allowed=True)
+
+
+def _runner(tmp_path: Path, directory: Path | None = None, **settings: object) -> ModelRunner:
+    directory = directory or write_tiny_model(tmp_path / "model")
+    chosen = {"tokens_per_block": TOKENS_PER_BLOCK, "device_cache_size": "200kB", "device": "cpu"} | settings
+    return load_runner(
+        EngineConfig(socket=tmp_path / "e.sock", model_dir=directory, state_dir=tmp_path / "state", **chosen)
+    )
