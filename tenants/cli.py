@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -31,6 +30,7 @@ from tenants.keys import name_key
 from tenants.values import ApiKey
 
 if TYPE_CHECKING:
+    from tenants.config import TenantsConfig
     from tenants.store import Store
 
 EXIT_FAILED = 1
@@ -53,11 +53,11 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or not confirmed, 3 not found,
 
 
 class Failure(click.ClickException):
-    """An error of ours on its way to standard error and to an exit code."""
+    """A message on its way to standard error, and the exit code that goes with it."""
 
-    def __init__(self, error: TenantsError) -> None:
-        super().__init__(str(error))
-        self.exit_code = next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), EXIT_FAILED)
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance.
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"error: {self.format_message()}", err=True, file=file)
@@ -68,12 +68,19 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
         except TenantsError as error:
-            raise Failure(error) from error
+            raise Failure(str(error), _exit_code(error)) from error
+        except BrokenPipeError:
+            raise  # click ends quietly when the reader has seen enough.
+        except OSError as error:
+            _drop_output()
+            raise Failure(f"standard output cannot be written: {error.strerror}", EXIT_FAILED) from error
         except KeyboardInterrupt:
             click.echo("\ninterrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
+        return result
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, whose form is stable, for scripts.")
@@ -265,9 +272,11 @@ def create_key(ctx: click.Context, tenant_name: str, label: str, expires: str | 
         except OSError as error:
             # Nobody has read it, so nobody may use it: a live key that got lost would only be found by a thief.
             store.revoke_key(made.public_id, now)
-            raise click.ClickException(
+            _drop_output()
+            message = (
                 f"the key could not be written to standard output ({error.strerror}); it was revoked, make another"
-            ) from error
+            )
+            raise Failure(message, EXIT_FAILED) from error
     _note(f"key {made.public_id} of {tenant_name}: shown this once, store it now" + _readable_output_warning())
 
 
@@ -313,9 +322,7 @@ def revoke_key(ctx: click.Context, public_id: str, as_json: bool) -> None:
     named = name_key(public_id)
     if named is None:
         # Not repeated: it may be a secret that went astray.
-        raise Failure(
-            InvalidValue("this is no public id: it has 12 letters and digits; `halocline key list` shows them")
-        )
+        raise InvalidValue("this is no public id: one has 12 letters and digits; `halocline key list` shows them")
     now = time.time()
     with _store(ctx) as store:
         revoked = store.revoke_key(named.public_id, now)
@@ -333,8 +340,8 @@ def revoke_key(ctx: click.Context, public_id: str, as_json: bool) -> None:
 def _store(ctx: click.Context) -> Iterator[Store]:
     from tenants.store import open_store
 
-    config = ctx.find_root().obj.tenants
-    with open_store(config.url, Path(config.master_key_file)) as store:
+    config: TenantsConfig = ctx.obj.tenants
+    with open_store(config.url, config.master_key_file) as store:
         yield store
 
 
@@ -346,16 +353,10 @@ def _show_tenant(store: Store, name: str, as_json: bool) -> None:
 def _confirm_by_name(name: str, consequence: str) -> None:
     """Go on only when a person types `name`; without a terminal nobody is waited for."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        _refuse(f"not deleted: there is no terminal to confirm on; to delete {name} all the same, add --yes")
+        raise Failure(f"not deleted: no terminal to confirm on; to delete {name} all the same, add --yes", EXIT_REFUSED)
     click.echo(f"{consequence}\nType the tenant's name to go on: ", err=True, nl=False)
     if sys.stdin.readline().strip() != name:
-        _refuse("not deleted: that was not the tenant's name")
-
-
-def _refuse(message: str) -> None:
-    error = click.ClickException(message)
-    error.exit_code = EXIT_REFUSED
-    raise error
+        raise Failure("not deleted: that was not the tenant's name", EXIT_REFUSED)
 
 
 def _parse_expiry(text: str, now: float) -> float:
@@ -380,6 +381,18 @@ def _readable_output_warning() -> str:
     if stat.S_ISREG(mode) and mode & 0o077:
         return "\nwarning: other users can read that file; run chmod 600 on it, and umask 077 before the next"
     return ""
+
+
+def _exit_code(error: TenantsError) -> int:
+    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), EXIT_FAILED)
+
+
+def _drop_output() -> None:
+    """Send what could not be written nowhere, or the interpreter would try again at its end and complain."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _note(text: str) -> None:

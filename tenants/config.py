@@ -6,13 +6,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-_LEGAL_URLS = "sqlite:////absolute/path/tenants.db or postgresql://user@host/database"
+from tenants.errors import InvalidValue
+
+_LEGAL_URLS = "sqlite:////absolute/path/tenants.db and postgresql://user@host/database"
 
 
 class TenantsConfig(BaseModel):
     """One frozen object, checked once."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     url: str
     master_key_file: Path
@@ -20,13 +22,24 @@ class TenantsConfig(BaseModel):
     @field_validator("url")
     @classmethod
     def _url_is_supported(cls, url: str) -> str:
-        # The value is not repeated: a PostgreSQL URL may carry a password.
-        scheme, _, rest = url.partition("://")
-        dialect = scheme.partition("+")[0]
-        if dialect not in ("sqlite", "postgresql"):
-            raise ValueError(f"the tenant store's URL is of an unknown kind; legal are {_LEGAL_URLS}")
-        if dialect == "sqlite" and rest.partition("?")[0] in ("", "/", "/:memory:"):
-            raise ValueError(
-                f"the tenant store cannot be in memory, several processes share it; legal are {_LEGAL_URLS}"
-            )
+        sqlite_path(url)
         return url
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file that an SQLite URL means, taken literally; None for a PostgreSQL URL; raises InvalidValue otherwise.
+
+    The URL is not repeated in the error: it may carry a password.
+    """
+    scheme, _, rest = url.partition("://")
+    dialect = scheme.partition("+")[0]
+    if dialect == "postgresql":
+        return None
+    if dialect != "sqlite":
+        raise InvalidValue(f"the tenant store's URL is of an unknown kind; legal are {_LEGAL_URLS}")
+    # Absolute, because several processes share the file and each may have another working directory.
+    if not rest.startswith("//"):
+        raise InvalidValue(
+            f"an SQLite tenant store needs an absolute path and cannot be in memory; legal are {_LEGAL_URLS}"
+        )
+    return Path(rest[1:])

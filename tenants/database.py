@@ -12,7 +12,6 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 from sqlalchemy.pool import QueuePool
 
+from tenants.config import sqlite_path
 from tenants.errors import (
     AccessDenied,
     InvalidValue,
@@ -41,9 +41,9 @@ class Database:
     """One database by its URL. `reading` and `writing` are the only doors; both end their transaction."""
 
     def __init__(self, url: str, busy_timeout_s: float) -> None:
-        parsed = _parse(url)
         self.busy_timeout_s = busy_timeout_s
-        self.path = Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
+        self.path = sqlite_path(url)
+        parsed = sa.URL.create("sqlite", database=str(self.path)) if self.path else _parse_server_url(url)
         # What errors call it: the file, or the URL without its password.
         self.label = str(self.path or parsed.render_as_string(hide_password=True))
         self._engine = self._sqlite_engine(parsed) if self.path else self._server_engine(parsed)
@@ -234,14 +234,9 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     connection.exec_driver_sql(begin)
 
 
-def _parse(url: str) -> sa.URL:
-    # The URL is not repeated in errors: it may carry a password.
+def _parse_server_url(url: str) -> sa.URL:
     try:
-        parsed = sa.make_url(url)
-    except exc.ArgumentError as error:
-        raise InvalidValue("the tenant store's URL cannot be read; write sqlite:////path/tenants.db") from error
-    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
-        raise InvalidValue(f"a tenant store cannot be kept in {parsed.get_backend_name()}; use sqlite or postgresql")
-    if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
-        raise InvalidValue("a tenant store cannot be kept in memory; write sqlite:////path/tenants.db")
-    return parsed
+        return sa.make_url(url)
+    except (exc.ArgumentError, ValueError) as error:
+        # Neither the URL nor what the parser says of it is repeated: it may carry a password.
+        raise InvalidValue("the tenant store's URL cannot be read; write postgresql://user@host/database") from error

@@ -110,20 +110,24 @@ def _load(path: Path) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
-    with open(descriptor, "rb", buffering=0) as file:
+    try:
         _check_access(path, descriptor)
-        key = file.read(MASTER_KEY_BYTES + 1)
+        key = os.read(descriptor, MASTER_KEY_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(key) != MASTER_KEY_BYTES:
-        size = (
-            "is empty"
-            if not key
-            else f"has {'more than ' if len(key) > MASTER_KEY_BYTES else ''}{min(len(key), MASTER_KEY_BYTES)} bytes"
-        )
         raise MasterKeyError(
-            f"the master key {path} {size}; it must have exactly {MASTER_KEY_BYTES}. Restore it from a backup; "
+            f"the master key {path} {_size(key)}; it must have exactly {MASTER_KEY_BYTES}. Restore it from a backup; "
             "if no tenant was ever made with it, remove the file and a new one is created"
         )
     return key
+
+
+def _size(key: bytes) -> str:
+    if not key:
+        return "is empty"
+    # One byte more than a key was read, so a longer file is only known to be longer.
+    return f"has {len(key)} bytes" if len(key) < MASTER_KEY_BYTES else f"has more than {MASTER_KEY_BYTES} bytes"
 
 
 def _create(path: Path) -> None:
