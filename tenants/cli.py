@@ -12,7 +12,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
+
+_DAY_S = 86_400
 
 _EXIT_CODES: tuple[tuple[type[TenantsError], int], ...] = (
     (TenantNotFound, 3),
@@ -362,14 +364,17 @@ def _confirm_by_name(name: str, consequence: str) -> None:
 def _parse_expiry(text: str, now: float) -> float:
     try:
         if text.isascii() and text.isdigit():
-            return (datetime.fromtimestamp(now, UTC) + timedelta(days=int(text))).timestamp()
-        when = datetime.fromisoformat(text)
+            expires_at = now + int(text) * _DAY_S
+        else:
+            when = datetime.fromisoformat(text)
+            expires_at = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+        render.iso_time(expires_at)  # What cannot be shown later is refused now.
     except (ValueError, OverflowError) as error:
         raise click.BadParameter(
             "write a number of days (30), a date (2031-01-31) or a time (2031-01-31T12:00:00+01:00), before the year 10000",
             param_hint="--expires",
         ) from error
-    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    return expires_at
 
 
 def _readable_output_warning() -> str:

@@ -1,0 +1,296 @@
+"""The commands `tenant` and `key`, without a terminal: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tenants.cli import key, tenant
+from tenants.config import TenantsConfig
+from tenants.keys import parse_key
+from tenants.store import Store, open_store
+
+ISO = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+
+
+class CommandLine:
+    """Runs commands on one store, as a script would."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = TenantsConfig(url=f"sqlite:///{directory}/tenants.db", master_key_file=directory / "master.key")
+
+    def __call__(self, words: str, *more: str) -> Result:
+        group, *rest = words.split()
+        command = {"tenant": tenant, "key": key}[group]
+        return CliRunner().invoke(command, [*rest, *more], obj=SimpleNamespace(tenants=self.config))
+
+    def store(self) -> Store:
+        return open_store(self.config.url, self.config.master_key_file)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> CommandLine:
+    return CommandLine(tmp_path / "state")
+
+
+@pytest.fixture
+def acme(run: CommandLine) -> CommandLine:
+    assert run("tenant create acme").exit_code == 0
+    return run
+
+
+def test_create_shows_the_tenant_and_says_what_comes_next(run):
+    result = run("tenant create acme")
+
+    assert result.exit_code == 0
+    assert re.fullmatch(rf"acme\tactive\t0\t1\t{ISO}\ttn_\w{{22}}\n", result.stdout)
+    assert "halocline key create acme" in result.stderr
+
+
+def test_json_of_a_tenant_has_a_schema(acme):
+    shown = json.loads(acme("tenant show acme --json").stdout)
+
+    assert shown["schema"] == "halocline.tenant.v1"
+    assert {"name": "acme", "state": "active", "active_keys": 0, "salt_epoch": 1}.items() <= shown.items()
+    assert set(shown) == {"schema", "name", "state", "active_keys", "salt_epoch", "created_at", "id"}
+
+
+def test_json_of_a_list_is_one_object_whose_elements_are_what_show_prints(acme):
+    acme("tenant create beta")
+
+    listed = json.loads(acme("tenant list --json").stdout)
+
+    assert listed["schema"] == "halocline.tenant-list.v1"
+    assert listed["tenants"][0] == json.loads(acme("tenant show acme --json").stdout)
+    assert [one["name"] for one in listed["tenants"]] == ["acme", "beta"]
+
+
+def test_a_list_in_a_pipe_is_tab_separated_without_a_header(acme):
+    acme("tenant create beta")
+
+    lines = acme("tenant list").stdout.splitlines()
+
+    assert [line.split("\t")[0] for line in lines] == ["acme", "beta"]
+    assert {line.count("\t") for line in lines} == {5}
+
+
+@pytest.mark.parametrize(("command", "empty"), [("tenant list", "tenants"), ("key list", "keys")])
+def test_an_empty_list_is_empty_on_stdout_and_explained_on_stderr(run, command, empty):
+    assert run(command).stdout == ""
+    assert "create" in run(command).stderr
+    assert json.loads(run(f"{command} --json").stdout)[empty] == []
+
+
+def test_the_active_keys_are_counted_as_of_now(acme):
+    made = [acme("key create acme").stdout.strip() for _ in range(3)]
+    acme(f"key revoke {parse_key(made[0]).public_id}")
+
+    assert acme("tenant list").stdout.split("\t")[2] == "2"
+
+
+def test_suspend_and_resume_show_the_new_state(acme):
+    assert acme("tenant suspend acme").stdout.split("\t")[1] == "suspended"
+    assert acme("tenant resume acme").stdout.split("\t")[1] == "active"
+
+
+# Keys.
+
+
+def test_a_new_key_stands_alone_on_stdout(acme):
+    result = acme("key create acme --label laptop")
+
+    assert result.exit_code == 0
+    assert parse_key(result.stdout.removesuffix("\n")) is not None
+    assert "shown this once" in result.stderr
+    assert parse_key(result.stdout.strip()).secret not in result.stderr
+
+
+def test_json_of_a_new_key_holds_the_key_once_and_no_list_ever_does(acme):
+    made = json.loads(acme("key create acme --label ci --json").stdout)
+    listed = acme("key list --json").stdout
+
+    assert made["schema"] == "halocline.key.v1"
+    assert parse_key(made["key"]).public_id == made["public_id"]
+    assert json.loads(listed)["keys"] == [{name: value for name, value in made.items() if name != "key"}]
+    assert parse_key(made["key"]).secret not in listed
+
+
+def test_keys_are_listed_with_what_was_said_of_them(acme):
+    acme("key create acme --expires 30 --label", "two words")
+
+    columns = acme("key list acme").stdout.rstrip("\n").split("\t")
+
+    assert re.fullmatch(r"\w{12}", columns[0])
+    assert columns[1:4] == ["acme", "two words", "active"]
+    assert re.fullmatch(ISO, columns[4])
+    assert re.fullmatch(ISO, columns[5])
+    assert columns[6] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("2099-01-31", "2099-01-31T00:00:00Z"),
+        ("2099-01-31T12:00", "2099-01-31T12:00:00Z"),
+        ("2099-01-31T12:00:00+01:00", "2099-01-31T11:00:00Z"),
+        ("2099-01-31T12:00:00Z", "2099-01-31T12:00:00Z"),
+    ],
+)
+def test_an_end_may_be_a_date_or_a_time(acme, text, shown):
+    assert acme(f"key create acme --expires {text}").exit_code == 0
+
+    assert acme("key list acme").stdout.split("\t")[5] == shown
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "1.5", "9" * 30, "2099-13-01", "", "٣", "99999999"])
+def test_an_end_that_cannot_be_read_is_wrong_usage(acme, text):
+    result = acme("key create acme --expires", text)
+
+    assert result.exit_code == 2
+    assert "a number of days (30)" in result.stderr
+    assert acme("key list").stdout == ""
+
+
+@pytest.mark.parametrize("text", ["0", "2001-01-01"])
+def test_an_end_in_the_past_is_not_a_legal_value(acme, text):
+    assert acme(f"key create acme --expires {text}").exit_code == 6
+
+
+def test_revoking_by_public_id_shows_the_key_as_revoked(acme):
+    public_id = parse_key(acme("key create acme").stdout.strip()).public_id
+
+    result = acme(f"key revoke {public_id}")
+
+    assert result.exit_code == 0
+    assert result.stdout.split("\t")[:4] == [public_id, "acme", "", "revoked"]
+    assert result.stderr == ""
+
+
+def test_revoking_by_the_whole_key_works_and_warns_that_others_could_see_it(acme):
+    text = acme("key create acme").stdout.strip()
+
+    result = acme(f"key revoke {text}")
+
+    assert result.exit_code == 0
+    assert "visible to other users (ps)" in result.stderr
+    assert parse_key(text).secret not in result.output
+
+
+def test_a_lost_secret_given_as_a_public_id_is_not_repeated(acme):
+    secret = parse_key(acme("key create acme").stdout.strip()).secret
+
+    result = acme(f"key revoke {secret}")
+
+    assert result.exit_code == 6
+    assert secret not in result.output
+
+
+def test_a_key_given_as_a_tenant_is_not_repeated(acme):
+    text = acme("key create acme").stdout.strip()
+
+    for command in ("tenant show", "tenant create", "key create", "key list", "tenant delete --yes"):
+        assert parse_key(text).secret not in acme(command, text).output
+
+
+# How commands end.
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code"),
+    [
+        ("tenant show nobody", 3),
+        ("tenant suspend nobody", 3),
+        ("tenant resume nobody", 3),
+        ("tenant delete nobody", 3),
+        ("tenant delete nobody --yes", 3),
+        ("key create nobody", 3),
+        ("key list nobody", 3),
+        ("key revoke abcdefghijkl", 3),
+        ("tenant create acme", 5),
+        ("tenant create Acme", 6),
+        ("key revoke short", 6),
+        ("tenant create", 2),
+        ("tenant explode", 2),
+        ("key create acme --bogus", 2),
+    ],
+)
+def test_an_exit_code_tells_what_kind_of_failure_it_was(acme, command, exit_code):
+    result = acme(command)
+
+    assert result.exit_code == exit_code
+    assert result.stdout == ""
+    assert result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest_one(acme):
+    assert "did you mean 'acme'?" in acme("tenant show acmee").stderr
+
+
+def test_deletion_without_a_terminal_is_refused_and_changes_nothing(acme):
+    result = acme("tenant delete acme")
+
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert acme("tenant show acme").exit_code == 0
+
+
+def test_deletion_with_yes_removes_the_tenant_and_its_keys(acme):
+    acme("key create acme")
+
+    result = acme("tenant delete acme --yes")
+
+    assert (result.exit_code, result.stdout.split("\t")[:2]) == (0, ["acme", "deleted"])
+    assert acme("key list").stdout == ""
+    assert acme("tenant list").stdout == ""
+
+
+def test_a_lack_of_permission_has_an_exit_code_of_its_own(acme):
+    acme.config.master_key_file.chmod(0o644)
+
+    result = acme("tenant list")
+
+    assert result.exit_code == 4
+    assert "chmod 600" in result.stderr
+
+
+def test_a_wrong_master_key_makes_no_key_that_nobody_could_use(acme):
+    acme.config.master_key_file.write_bytes(b"x" * 32)
+
+    result = acme("key create acme")
+
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert str(acme.config.master_key_file) in result.stderr
+
+
+def all_commands():
+    return [(group.name, name, command) for group in (tenant, key) for name, command in group.commands.items()]
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "command"), all_commands(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_help_has_an_example_of_the_very_command(run, group, name, command):
+    result = run(f"{group} {name} --help")
+
+    assert result.exit_code == 0
+    assert f"halocline {group} {name}" in result.stdout
+
+
+@pytest.mark.parametrize("group", ["tenant", "key"])
+def test_help_of_a_group_tells_the_exit_codes(run, group):
+    stdout = " ".join(run(f"{group} --help").stdout.split())
+
+    assert "0 done, 1 failed, 2 wrong usage or not confirmed, 3 not found, 4 no permission, 5 exists already" in stdout
+
+
+def test_no_command_takes_a_secret_as_an_argument():
+    names = {parameter.name for _, _, command in all_commands() for parameter in command.params}
+
+    assert names == {"name", "tenant_name", "public_id", "label", "expires", "yes", "as_json"}
