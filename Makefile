@@ -11,9 +11,10 @@ ARGS ?=
 
 # $(call install,EXTRA,STAMP): .venv with the project and an extra. What is installed is described by two files and the
 # place of the checkout; the stamp remembers their digest, and is written last, so that an interrupted run is repeated.
+# What the tests need includes what running needs, so their stamp will do for both.
 define install
 	@digest=$$({ pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -d' ' -f1); \
-	if [ "$$(cat .venv/$(2) 2>/dev/null || true)" != "$$digest" ]; then \
+	if ! grep -qsx "$$digest" .venv/$(2) .venv/.halocline-test; then \
 	  if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then \
 	    command -v $(PYTHON) >/dev/null 2>&1 || { \
 	      echo "halocline: there is no $(PYTHON) here. Install Python 3.11 (or name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS))." >&2; exit 1; }; \
@@ -41,10 +42,10 @@ up: setup ## Install, fetch the demo model, and run gateway, engine and cached u
 	@exec .venv/bin/halocline up $(ARGS)
 
 test: setup-test fetch-model ## Install, fetch the demo model, and run the tests. ARGS="-k name"
-	@.venv/bin/python -m pytest -m "not long" $(ARGS) </dev/null
+	@.venv/bin/python -m pytest $(ARGS) </dev/null
 
 test-unit: setup-test ## The part of the tests that needs no process and no model.
-	@.venv/bin/python -m pytest tests/unit tests/property tests/tidy -m "not long" $(ARGS) </dev/null
+	@.venv/bin/python -m pytest tests/unit tests/property tests/tidy $(ARGS) </dev/null
 
 test-long: setup-test fetch-model ## Soaks, torture and fuzzing; not part of CI.
 	@.venv/bin/python -m pytest -m long --timeout 3600 $(ARGS) </dev/null

@@ -280,12 +280,10 @@ def _absolute(path: str) -> str:
 
 
 def _process(context: CommandContext, section: str) -> Any:
-    """The settings of the process that this command becomes, with its directories made and its logging set up."""
+    """The settings of the process that this command becomes, with the directory of its socket made."""
     from command.directories import prepare_sockets
-    from command.logs import configure_logging
 
     settings = getattr(context.settings, section)
-    configure_logging(settings.log_level)
     own = settings.admin_listen.removeprefix("unix:") if section == "gateway" else settings.socket
     prepare_sockets(context.settings.paths, [Path(own)])
     return settings

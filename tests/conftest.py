@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before anything imports torch or a tokenizer.
+import engine.environment  # noqa: F401
 
 
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
     """The demo model, converted; `make test` puts it there with `halocline fetch-model`."""
-    path = Path(os.environ.get("HALOCLINE_TEST_MODEL", "")) if os.environ.get("HALOCLINE_TEST_MODEL") else None
-    if path is None:
-        from command.paths import default_state_dir
+    from command.paths import default_state_dir
 
-        path = default_state_dir() / "models" / "demo"
+    named = os.environ.get("HALOCLINE_TEST_MODEL")
+    path = Path(named) if named else default_state_dir(os.environ, Path.home()) / "models" / "demo"
     if not (path / "config.json").exists():
         pytest.fail(
             f"no demo model at {path}; run `make test`, or `halocline fetch-model`, or set HALOCLINE_TEST_MODEL"
