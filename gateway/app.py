@@ -1,0 +1,165 @@
+"""Puts the gateway together: routes, listeners, and the order in which everything starts and stops.
+
+Used by `main` with the real tenants, and by tests with their own authenticator and engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+from aiohttp import hdrs, web
+
+from engine.client import EngineClient
+from gateway import errors
+from gateway.admin import admin_app, bind_admin, bind_tcp
+from gateway.config import GatewayConfig, UnixAddress, parse_admin, parse_tcp
+from gateway.connection import ConnectionFactory, ConnectionSettings
+from gateway.drain import InFlight
+from gateway.engines import Engines
+from gateway.handlers import Handlers
+from gateway.metrics import GatewayMetrics
+from gateway.middleware import Authenticator, add_common_headers, authenticated, envelope, new_request_id
+from gateway.responses import common_headers, error_response
+from gateway.stream import PING_INTERVAL_S
+
+CLIENT_NAME: Final = "gateway"
+BACKLOG: Final = 1024
+CLOSE_TIMEOUT_S: Final = 0.5
+
+
+class GatewayServer:
+    """A running gateway between `start` and `stop`."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        authenticate: Authenticator,
+        log: Any,
+        *,
+        ping_interval_s: float = PING_INTERVAL_S,
+    ) -> None:
+        self.config = config
+        self.metrics = GatewayMetrics()
+        self.inflight = InFlight(config.max_inflight)
+        self.engines = Engines(EngineClient(str(config.engine_socket), CLIENT_NAME), config.model_dir)
+        self.metrics.inflight.set_function(lambda: len(self.inflight))
+        self._log = log
+        handlers = Handlers(config, self.engines, self.inflight, ping_interval_s)
+        self._app = tenant_app(config, handlers, authenticate, self.metrics, self.inflight, log)
+        self._runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
+        self._admin_runner = web.AppRunner(admin_app(self.metrics, self.engines), shutdown_timeout=CLOSE_TIMEOUT_S)
+        self._socket: socket.socket | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self._admin_path: Path | None = None
+
+    @property
+    def port(self) -> int:
+        """Where tenants are listened to; what the kernel chose when the configuration said 0."""
+        assert self._socket is not None, "the port is known after start"
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def is_engine_connected(self) -> bool:
+        return self.engines.is_connected
+
+    async def wait_engine(self, timeout_s: float) -> bool:
+        """Whether the engine is there within `timeout_s`."""
+        return await self.engines.client.wait_connected(timeout_s)
+
+    async def start(self) -> None:
+        """Engine link first, then the operator's listener, then the tenants'."""
+        await self.engines.start()
+        await self._start_admin()
+        await self._runner.setup()
+        server = self._runner.server
+        assert isinstance(server, web.Server), "setup made it"
+        factory = ConnectionFactory(server, ConnectionSettings.of(self.config), self.metrics, self._log)
+        listener = bind_tcp(parse_tcp(self.config.listen), "listen")
+        self._socket = listener
+        self._server = await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=BACKLOG)
+
+    async def stop(self) -> None:
+        """Drain and close, in the reverse order: nobody new, the running ones to their end or their error event."""
+        self.inflight.begin_drain()
+        if self._server is not None:
+            self._server.close()
+        num_interrupted = await self.inflight.finish(self.config.drain_timeout_s)
+        self._log.info("drained", interrupted=num_interrupted)
+        await self._runner.cleanup()
+        await self._admin_runner.cleanup()
+        if self._admin_path is not None:
+            self._admin_path.unlink(missing_ok=True)
+        await self.engines.close()
+
+    async def _start_admin(self) -> None:
+        address = parse_admin(self.config.admin_listen)
+        listener = bind_admin(address)
+        if isinstance(address, UnixAddress):
+            self._admin_path = Path(address.path)
+        await self._admin_runner.setup()
+        await web.SockSite(self._admin_runner, listener).start()
+
+    async def __aenter__(self) -> GatewayServer:
+        try:
+            await self.start()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+
+def tenant_app(
+    config: GatewayConfig,
+    handlers: Handlers,
+    authenticate: Authenticator,
+    metrics: GatewayMetrics,
+    inflight: InFlight,
+    log: Any,
+) -> web.Application:
+    """The routes of the tenants' listener; everything under /v1 needs a key."""
+
+    async def close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
+        if inflight.is_draining:
+            response.headers[hdrs.CONNECTION] = "close"
+            response.force_close()
+
+    async def expect(request: web.Request) -> web.StreamResponse | None:
+        return await _expect(request, config.max_body_bytes)
+
+    app = web.Application(middlewares=[envelope(metrics, log)])
+    app.on_response_prepare.append(add_common_headers)
+    app.on_response_prepare.append(close_while_draining)
+    router = app.router
+    router.add_get("/healthz", handlers.healthz)
+    router.add_get("/readyz", handlers.readyz)
+    for method, path, handler in (
+        (hdrs.METH_GET, "/v1/models", handlers.models),
+        (hdrs.METH_GET, "/v1/models/{model:.+}", handlers.model),
+        (hdrs.METH_POST, "/v1/chat/completions", handlers.chat_completions),
+        (hdrs.METH_POST, "/v1/completions", handlers.completions),
+    ):
+        router.add_route(method, path, authenticated(handler, authenticate), expect_handler=expect)
+    return app
+
+
+async def _expect(request: web.Request, max_body_bytes: int) -> web.StreamResponse | None:
+    """`Expect: 100-continue` is answered before the middleware; refuse here what would be refused anyway."""
+    if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
+        return None  # HTTP allows to ignore an expectation that is not understood.
+    if request.content_length is not None and request.content_length > max_body_bytes:
+        response = error_response(errors.too_large(max_body_bytes).problem)
+        response.headers.update(common_headers(new_request_id()))
+        response.force_close()
+        return response
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # What follows is the first output of the answer as far as aiohttp's writer is concerned.
+    request.writer.output_size = 0
+    return None

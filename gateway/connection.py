@@ -1,0 +1,176 @@
+"""One HTTP connection with the deadlines and the manners that aiohttp's own lacks (http-contract.md §10).
+
+Adds: a deadline for a request's headers, a maximum of connections, JSON over HTTP/1.1 for what cannot be parsed, and
+silence about the offending bytes. Deadlines end with the headers; a body has its own (`body`), an answer has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiohttp import HttpVersion11, http_exceptions, web
+from aiohttp.http_parser import RawRequestMessage
+
+from gateway import errors, logs
+from gateway.config import GatewayConfig
+from gateway.errors import INVALID, Problem
+from gateway.metrics import GatewayMetrics
+from gateway.middleware import new_request_id
+from gateway.responses import common_headers, error_response, raw_error
+
+LINGERING_S: Final = 5.0
+"""How long the rest of a refused body is read and thrown away, so that its sender gets to read the refusal."""
+
+_UNPARSABLE: Final = Problem(400, INVALID, "invalid_http", "The request is not valid HTTP.")
+_HEADERS_TOO_LARGE: Final = Problem(431, INVALID, "headers_too_large", "The request's line or headers are too large.")
+_SLOW_HEADERS: Final = Problem(408, "timeout", "request_timeout", "The request's headers did not arrive in time.")
+_FULL: Final = errors.overloaded("The server has too many connections. The request may be retried.").problem
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSettings:
+    """What a connection must know of the configuration."""
+
+    header_timeout_s: float
+    keepalive_timeout_s: float
+    max_connections: int
+
+    @staticmethod
+    def of(config: GatewayConfig) -> ConnectionSettings:
+        return ConnectionSettings(config.header_timeout_s, config.keepalive_timeout_s, config.max_connections)
+
+
+class ConnectionFactory:
+    """Makes the protocol of each accepted connection; give it to `loop.create_server`."""
+
+    def __init__(self, server: web.Server, settings: ConnectionSettings, metrics: GatewayMetrics, log: Any) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.log = log
+        self.num_open = 0
+        self._server = server
+
+    def __call__(self) -> Connection:
+        return Connection(self, self._server)
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's protocol with the gaps closed. Not more than one timer a connection, armed only while it is idle."""
+
+    def __init__(self, factory: ConnectionFactory, server: web.Server) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=factory.settings.keepalive_timeout_s,
+            lingering_time=LINGERING_S,
+            auto_decompress=False,
+            access_log=None,  # type: ignore[arg-type] # aiohttp: None is no access log.
+        )
+        self._factory = factory
+        self._is_counted = False
+        self._has_partial_header = False
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._make_request = self._request_factory
+        self._request_factory = self._versioned_request
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        factory = self._factory
+        if factory.num_open >= factory.settings.max_connections:
+            factory.metrics.connections_refused.inc()
+            assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+            transport.write(raw_error(_FULL, new_request_id()))
+            transport.close()
+            return
+        factory.num_open += 1
+        factory.metrics.connections.set(factory.num_open)
+        self._is_counted = True
+        super().connection_made(transport)
+        self._arm_header_timer()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._disarm_header_timer()
+        if self._is_counted:
+            self._is_counted = False
+            self._factory.num_open -= 1
+            self._factory.metrics.connections.set(self._factory.num_open)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count != before:
+            self._disarm_header_timer()
+            self._has_partial_header = False
+        elif data and self._is_waiting:
+            self._has_partial_header = True
+            if self._header_timer is None:  # Later bytes do not move it: a trickle is what it is for.
+                self._arm_header_timer()
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Between requests: nothing is being answered or queued, so what arrives is the start of a header."""
+        return self._waiter is not None and not self._waiter.done() and not self._messages
+
+    def _arm_header_timer(self) -> None:
+        self._header_timer = self._loop.call_later(self._factory.settings.header_timeout_s, self._header_expired)
+
+    def _disarm_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _header_expired(self) -> None:
+        self._header_timer = None
+        if not self._is_waiting or self.transport is None:
+            return
+        self._factory.metrics.deadlines.labels("header").inc()
+        if self._has_partial_header:
+            self.transport.write(raw_error(_SLOW_HEADERS, new_request_id()))
+        self.force_close()
+
+    def _versioned_request(self, message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
+        """aiohttp answers what it could not parse as HTTP/1.0; everything we answer is HTTP/1.1."""
+        if message.method == "UNKNOWN" and message.path == "/":
+            message = message._replace(version=HttpVersion11)
+        assert self._make_request is not None, "only a lost connection has no factory"
+        return self._make_request(message, *rest)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What never reached a handler, or came out of one although the middleware lets nothing out."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # The client is gone; the middleware has noted it.
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun; the connection is closed")
+        if status == 400:
+            problem = _HEADERS_TOO_LARGE if isinstance(exc, http_exceptions.LineTooLong) else _UNPARSABLE
+        else:
+            problem = errors.internal_error().problem
+        request_id = new_request_id()
+        self._log_failure("unparsable" if status == 400 else "internal_error", request_id, problem.status, exc)
+        self._factory.metrics.requests.labels("unmatched", str(problem.status), "-").inc()
+        response = error_response(problem)
+        response.headers.update(common_headers(request_id))
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """aiohttp would log the exception with its text, which quotes what the client sent."""
+        self._log_failure("connection_failed", None, None, kwargs.get("exc_info"))
+
+    def _log_failure(self, event: str, request_id: str | None, status: int | None, error: object) -> None:
+        fields: dict[str, Any] = {"kind": type(error).__name__}
+        if request_id is not None:
+            fields |= {"request_id": request_id, "status": status}
+        if status == 400 or status == 431:
+            self._factory.log.info(event, **fields)
+            return
+        trace = logs.where(error) if isinstance(error, BaseException) else []
+        self._factory.log.error(event, where=trace, **fields)

@@ -1,0 +1,87 @@
+"""The engine as requests see it: there or not, and the text tools of the model that it serves.
+
+Holds the client and, per model directory, the tokenizer; decides how long a request waits for an engine that is just
+restarting. One engine for now; choosing among several is a later module's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engine.client import EngineClient
+from engine.errors import EngineUnavailable
+from engine.protocol import TierState, Welcome
+from gateway.errors import engine_unavailable
+from gateway.tokenizer import ModelText
+
+RECONNECT_WAIT_S: Final = 2.0
+STATS_TIMEOUT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyEngine:
+    """An engine that is connected, with what it said of itself and its model's text tools."""
+
+    client: EngineClient
+    info: Welcome
+    text: ModelText
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The longest prompt and answer together: the model's context, or the whole pool when that is smaller."""
+        return min(self.info.max_context_tokens, self.info.num_blocks * self.info.tokens_per_block)
+
+
+class Engines:
+    """Owned by the event loop. `model_dir` None: the tokenizer is read from where the engine has its model."""
+
+    def __init__(self, client: EngineClient, model_dir: Path | None) -> None:
+        self.client = client
+        self._model_dir = model_dir
+        self._loading: dict[Path, asyncio.Task[ModelText]] = {}
+
+    async def start(self) -> None:
+        """Begin connecting; load the tokenizer now if it is known which."""
+        await self.client.start()
+        if self._model_dir is not None:
+            await self._text_of(self._model_dir)
+
+    async def close(self) -> None:
+        """Disconnect; the engine cancels what was running."""
+        await self.client.close()
+
+    @property
+    def is_connected(self) -> bool:
+        return self.client.connected
+
+    @property
+    def tier(self) -> TierState:
+        return self.client.tier
+
+    async def ready(self) -> ReadyEngine:
+        """The engine, if need be after a short wait for its return; raises ApiError (503) when it stays away."""
+        if not self.client.connected and not await self.client.wait_connected(RECONNECT_WAIT_S):
+            raise engine_unavailable()
+        info = self.client.info
+        if info is None:
+            raise engine_unavailable()
+        return ReadyEngine(self.client, info, await self._text_of(self._model_dir or Path(info.model_dir)))
+
+    async def stats(self) -> dict[str, Any] | None:
+        """The engine's numbers, or None when it does not answer at once."""
+        try:
+            return await self.client.stats(STATS_TIMEOUT_S)
+        except EngineUnavailable:
+            return None
+
+    async def _text_of(self, model_dir: Path) -> ModelText:
+        task = self._loading.get(model_dir)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            self._loading.clear()  # An engine that came back with another model: the old one's tables are not needed.
+            task = asyncio.get_running_loop().create_task(asyncio.to_thread(ModelText, model_dir))
+            self._loading[model_dir] = task
+        # A request that is cancelled while it waits must not take the load away from the others.
+        return await asyncio.shield(task)
