@@ -15,6 +15,8 @@ from engine.protocol import FinishReason, FirstToken, Sampling, TokenLogprob
 
 OffloadPolicy = Literal["on_release", "on_evict"]
 
+DEFAULT_SAMPLING = Sampling()
+
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
@@ -62,7 +64,7 @@ class NewRequest:
     sequence_id: int
     prompt: tuple[int, ...]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = DEFAULT_SAMPLING
     seed: int = 0
     cache_salt: str | None = field(default=None, repr=False)
     owner: OwnerId = NO_OWNER

@@ -1,0 +1,253 @@
+"""What one sequence does with the pool: walk, take, publish, commit, roll back, give back (kv-semantics §3).
+
+Publishing happens when a step is planned, so that others in the same step may point at the block; committing happens
+when the step has succeeded. Between the two a block is indexed but *unwritten*. Who is scheduled is the core's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cached.keys import BlockHash
+from engine.block_pool import BlockPool
+from engine.plan import BlockCopy
+from engine.prefix_tree import SharedRun, root_of
+from engine.sequence import Sequence
+from engine.tier_work import LoadedBlock
+from engine.values import CoreSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What the device has of a sequence's tokens. `stopped_at` is the first block that is missing, if 3.1 lets it be
+    served at all. Nothing was acquired."""
+
+    blocks: tuple[int, ...]
+    node: int
+    stopped_at: BlockHash | None
+    is_written: bool
+
+
+class PrefixCache:
+    """Joins sequences and pool. `on_indexed(hash)` hears of every full block that becomes shareable."""
+
+    def __init__(self, settings: CoreSettings, pool: BlockPool, on_indexed: Callable[[BlockHash], None]) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._on_indexed = on_indexed
+
+    def walk(self, sequence: Sequence) -> Walk:
+        """Full blocks on the device, of at most all tokens but one (kv-semantics 3.1, 3.4)."""
+        node = root_of(sequence.namespace_index)
+        blocks: list[int] = []
+        if not self._settings.enable_block_reuse:
+            return Walk((), node, None, True)
+        count = self.num_servable(sequence)
+        hashes = sequence.block_hashes(count)
+        find = self._pool.tree.find
+        for place in range(count):
+            block = find(hashes[place], node, sequence.block_key(place))
+            if block is None:
+                return Walk(tuple(blocks), node, hashes[place], self._is_written(blocks))
+            blocks.append(block)
+            node = block
+        return Walk(tuple(blocks), node, None, self._is_written(blocks))
+
+    def num_servable(self, sequence: Sequence) -> int:
+        """Full blocks that may come from a cache: one token has to be computed."""
+        return (sequence.num_tokens - 1) // self._settings.tokens_per_block
+
+    def partial_child(self, sequence: Sequence, walk: Walk) -> SharedRun | None:
+        """The child that continues a walk by part of a block (kv-semantics 3.4, 3.5)."""
+        if not self._settings.enable_block_reuse or not self._settings.enable_partial_reuse:
+            return None
+        size = self._settings.tokens_per_block
+        start = len(walk.blocks) * size
+        end = min(start + size, sequence.num_tokens - 1)
+        if end <= start:
+            return None
+        usable = self._pool.is_written if self._settings.copy_on_partial_reuse else self._pool.is_idle_leaf
+        return self._pool.tree.longest_child(walk.node, sequence.tokens_key(start, end), usable)
+
+    def take(
+        self,
+        sequence: Sequence,
+        walk: Walk,
+        partial: SharedRun | None,
+        depart: Callable[[int], bool] | None,
+    ) -> BlockCopy | bool:
+        """Give the sequence matched blocks and new ones for all its tokens, or change nothing (kv-semantics 4.4).
+
+        Returns the copy a partial match asks for, True where none is needed, False where no blocks could be had. A
+        copy's source is acquired: the caller releases it when the copy is done.
+        """
+        pool = self._pool
+        size = self._settings.tokens_per_block
+        num_new = -(-sequence.num_tokens // size) - len(walk.blocks)
+        is_copy = partial is not None and self._settings.copy_on_partial_reuse
+        if partial is not None and not is_copy:
+            num_new -= 1
+        pinned = [*walk.blocks, *([partial.block] if partial else [])]
+        for block in pinned:
+            pool.acquire(block)
+        new = pool.allocate(num_new, sequence.owner_index, depart)
+        if new is None or (partial and not is_copy):
+            for block in reversed(pinned if new is None else pinned[-1:]):
+                pool.unacquire(block)
+        if new is None:
+            return False
+        if partial is not None and not is_copy:
+            pool.take_over(partial.block, sequence.owner_index)
+            new.insert(0, partial.block)
+        num_matched = len(walk.blocks)
+        for place, block in enumerate(walk.blocks):
+            pool.mark_matched(block, sequence.explicit_retention(place))
+        for place, block in enumerate(new, num_matched):
+            pool.set_retention(block, sequence.new_block_retention(place))
+        sequence.table = [*walk.blocks, *new]
+        sequence.num_matched = sequence.num_published = num_matched
+        sequence.parent_node = walk.node
+        sequence.num_computed = num_matched * size + (partial.num_tokens if partial else 0)
+        if partial is None or not is_copy:
+            return True
+        pool.mark_matched(partial.block, None)
+        return BlockCopy(partial.block, new[0], partial.num_tokens)
+
+    def grow(self, sequence: Sequence, depart: Callable[[int], bool] | None) -> bool:
+        """A block for the next token to compute, if it has none; False where none could be had."""
+        place = sequence.num_computed // self._settings.tokens_per_block
+        if place < len(sequence.table):
+            return True
+        new = self._pool.allocate(1, sequence.owner_index, depart)
+        if new is None:
+            return False
+        self._pool.set_retention(new[0], sequence.new_block_retention(place))
+        sequence.table.append(new[0])
+        return True
+
+    def publish(self, sequence: Sequence, end: int, is_written: bool) -> None:
+        """Index the full blocks among the first `end` tokens, as far as they may be (kv-semantics 3.2, 3.6).
+
+        Where a block with the same content is indexed already, ours stays private and its twin counts as in use by
+        us from now on (1.6); `commit` puts it into the table.
+        """
+        if not self._settings.enable_block_reuse:
+            return
+        last = min(end, sequence.num_publishable) // self._settings.tokens_per_block
+        if last <= sequence.num_published:
+            return
+        hashes = sequence.block_hashes(last)
+        pool = self._pool
+        fresh: list[int] = []
+        for place in range(sequence.num_published, last):
+            key = sequence.block_key(place)
+            twin = pool.tree.find(hashes[place], sequence.parent_node, key)
+            if twin is not None:
+                pool.announce_stored(fresh)
+                fresh = []
+                pool.acquire(twin)
+                sequence.twins[place] = twin
+                sequence.parent_node = twin
+            else:
+                block = sequence.table[place]
+                pool.index_full(block, sequence.parent_node, sequence.namespace_index, hashes[place], key, is_written)
+                sequence.parent_node = block
+                if is_written:
+                    fresh.append(block)
+                else:
+                    sequence.unwritten.append(place)
+            self._on_indexed(hashes[place])
+        sequence.num_published = last
+        pool.announce_stored(fresh)
+        if is_written:
+            self._adopt_twins(sequence)
+
+    def commit(self, sequence: Sequence, end: int) -> None:
+        """The step wrote everything up to `end`: what it published is there, and twins enter the table."""
+        sequence.num_computed = end
+        run: list[int] = []
+        for place in sequence.unwritten:
+            block = sequence.table[place]
+            self._pool.mark_written(block)
+            if run and self._pool.tree.parent(block) != run[-1]:
+                self._pool.announce_stored(run)
+                run = []
+            run.append(block)
+        self._pool.announce_stored(run)
+        sequence.unwritten = []
+        self._adopt_twins(sequence)
+        self.publish(sequence, end, is_written=True)
+
+    def publish_loaded(self, sequence: Sequence, travelled: list[LoadedBlock | None]) -> None:
+        """The first blocks behind the matched ones came from the tier, with what they were worth there (2.6)."""
+        size = self._settings.tokens_per_block
+        for place, block in enumerate(travelled, sequence.num_matched):
+            explicit = sequence.explicit_retention(place)
+            self._pool.mark_matched(sequence.table[place], explicit)
+            if explicit is None and block is not None:
+                self._pool.set_travelled(sequence.table[place], block.priority, block.deadline, block.on_expiry)
+        sequence.num_computed = (sequence.num_matched + len(travelled)) * size
+        self.publish(sequence, sequence.num_computed, is_written=True)
+
+    def roll_back(self, sequence: Sequence) -> None:
+        """The step did not write what this sequence published: out of the index with it.
+
+        Call it for the last of a plan first, since later sequences may have published below these blocks.
+        """
+        for place in reversed(sequence.unwritten):
+            self._pool.unindex_unwritten(sequence.table[place])
+        for twin in sequence.twins.values():
+            self._pool.unacquire(twin)
+        sequence.num_published = min([sequence.num_published, *sequence.unwritten, *sequence.twins])
+        sequence.unwritten = []
+        sequence.twins = {}
+
+    def release(self, sequence: Sequence, now: float, is_good: bool = True) -> list[int]:
+        """Give everything back; what was written and may be indexed stays, a partial tail too (kv-semantics 1.5).
+
+        Returns the full indexed blocks it had, first to last: what the tier may want to hear of.
+        """
+        if is_good:
+            self.publish(sequence, sequence.num_computed, is_written=True)
+            self._index_tail(sequence)
+        table = sequence.table
+        self._pool.release(reversed(table), now)
+        full = [block for block in table[: sequence.num_published] if self._pool.tree.hash_of(block) is not None]
+        sequence.reset_device()
+        return full
+
+    def disown(self, sequence: Sequence) -> None:
+        """The sequence computed something unusable: take out of the index what it computed and nobody else uses."""
+        for place in range(sequence.num_matched, sequence.num_published):
+            block = sequence.table[place]
+            if self._pool.tree.is_indexed(block) and self._pool.ref_count(block) == 1:
+                self._pool.forget(block)
+                return
+
+    def _index_tail(self, sequence: Sequence) -> None:
+        size = self._settings.tokens_per_block
+        end = min(sequence.num_computed, sequence.num_publishable)
+        place, num_tail = divmod(end, size)
+        if not num_tail or place != sequence.num_published:
+            return
+        if not self._settings.enable_block_reuse or not self._settings.enable_partial_reuse:
+            return
+        block = sequence.table[place]
+        key = sequence.tokens_key(place * size, end)
+        covering = self._pool.tree.longest_child(sequence.parent_node, key, lambda _: True)
+        if covering is not None and covering.num_tokens == num_tail:
+            return
+        self._pool.index_partial(block, sequence.parent_node, sequence.namespace_index, key)
+
+    def _adopt_twins(self, sequence: Sequence) -> None:
+        for place, twin in sequence.twins.items():
+            own = sequence.table[place]
+            sequence.table[place] = twin
+            self._pool.mark_matched(twin, sequence.explicit_retention(place))
+            self._pool.drop_private(own)
+        sequence.twins = {}
+
+    def _is_written(self, blocks: list[int]) -> bool:
+        # Unwritten blocks come last: a written block's parent is written.
+        return not blocks or self._pool.is_written(blocks[-1])

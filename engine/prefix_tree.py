@@ -1,0 +1,218 @@
+"""The index of device blocks: a tree of token runs, one root per namespace (kv-semantics 1.4, 1.5, 3.4).
+
+Knows which block follows which and what tokens it holds; who uses a block, what it is worth and when it goes is the
+pool's. Full blocks are found by hash and confirmed by parent and tokens; partial tails only as somebody's child.
+
+A *node* is a block, or the root of a namespace, written as `-1 - namespace index`. Everything is a column.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cached.keys import BlockHash
+from engine.sorted_children import SortedChildren
+
+TOKEN_BYTES = 4
+_NONE = -1
+_MANY = -2
+_MAX_SKIPPED = 8
+"""How many unusable neighbours a search for the longest child passes over on each side, so that it stays logarithmic."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """A child that begins with the first `num_tokens` tokens that were asked for."""
+
+    block: int
+    num_tokens: int
+
+
+def root_of(namespace: int) -> int:
+    """The node above the first blocks of a namespace."""
+    return -1 - namespace
+
+
+class PrefixTree:
+    """Parent, tokens, hash and children of every indexed block. Keys are big-endian tokens, so they sort by token."""
+
+    def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
+        self._row = tokens_per_block * TOKEN_BYTES
+        self._tokens = bytearray(num_blocks * self._row)
+        self._filled = array("B", bytes(num_blocks))  # tokens; 0: not indexed
+        self._parent = array("q", [_NONE]) * num_blocks
+        self._child = array("i", [_NONE]) * num_blocks  # the only child, or _NONE, or _MANY
+        self._many: dict[int, SortedChildren] = {}  # of roots, and of blocks with more than one child
+        self._hash: list[BlockHash | None] = [None] * num_blocks
+        self._by_hash: dict[BlockHash, int] = {}
+        self._depth = array("i", [0]) * num_blocks
+
+    def __len__(self) -> int:
+        """Full blocks that are indexed."""
+        return len(self._by_hash)
+
+    def is_indexed(self, block: int) -> bool:
+        return self._filled[block] != 0
+
+    def has_children(self, node: int) -> bool:
+        return self._child[node] != _NONE if node >= 0 else node in self._many
+
+    def parent(self, block: int) -> int:
+        return self._parent[block]
+
+    def depth(self, block: int) -> int:
+        return self._depth[block]
+
+    def hash_of(self, block: int) -> BlockHash | None:
+        """None for a partial tail, and for a block that is not indexed."""
+        return self._hash[block]
+
+    def num_tokens(self, block: int) -> int:
+        return self._filled[block]
+
+    def key_of(self, block: int) -> bytes:
+        """The tokens of an indexed block, big-endian."""
+        start = block * self._row
+        return bytes(self._tokens[start : start + self._filled[block] * TOKEN_BYTES])
+
+    def find(self, block_hash: BlockHash, node: int, key: bytes) -> int | None:
+        """The full block with this hash, if its parent and its tokens are these (kv-semantics 1.4)."""
+        block = self._by_hash.get(block_hash)
+        if block is None or self._parent[block] != node:
+            return None
+        start = block * self._row
+        return block if self._tokens[start : start + self._row] == key else None
+
+    def insert_full(self, block: int, node: int, block_hash: BlockHash, key: bytes) -> None:
+        """Index a full block under `node`; the hash must be new."""
+        assert block_hash not in self._by_hash
+        assert len(key) == self._row
+        self._insert(block, node, key)
+        self._hash[block] = block_hash
+        self._by_hash[block_hash] = block
+
+    def insert_partial(self, block: int, node: int, key: bytes) -> None:
+        """Index a partial tail under `node`; only `longest_child` finds it."""
+        assert 0 < len(key) < self._row
+        self._insert(block, node, key)
+
+    def remove(self, block: int) -> int:
+        """Take a leaf out of the index; returns its parent node."""
+        assert self._filled[block]
+        assert self._child[block] == _NONE, "dependents first (kv-semantics 4.1)"
+        node = self._parent[block]
+        self._unlink(block, node)
+        block_hash = self._hash[block]
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+            self._hash[block] = None
+        self._filled[block] = 0
+        self._parent[block] = _NONE
+        return node
+
+    def children(self, node: int) -> list[int]:
+        """All children of a node, in order of their tokens."""
+        if node in self._many:
+            return list(self._many[node])
+        if node >= 0 and self._child[node] >= 0:
+            return [self._child[node]]
+        return []
+
+    def descendants_first(self, block: int) -> list[int]:
+        """A block and all below it, children before parents."""
+        found = [block]
+        for each in found:
+            found.extend(self.children(each))
+        found.reverse()
+        return found
+
+    def longest_child(self, node: int, key: bytes, is_usable: Callable[[int], bool]) -> SharedRun | None:
+        """The usable child of `node` that shares the longest non-empty run of tokens with `key` (kv-semantics 3.4)."""
+        if node >= 0 and self._child[node] >= 0:
+            return self._best_of(iter((self._child[node],)), key, is_usable, None)
+        children = self._many.get(node)
+        if children is None:
+            return None
+        before, after = children.around(key)
+        best = self._best_of(after, key, is_usable, None)
+        return self._best_of(before, key, is_usable, best)
+
+    def indexed(self) -> Iterator[int]:
+        """Every indexed block; slow."""
+        return (block for block, filled in enumerate(self._filled) if filled)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when columns, hashes and children disagree; slow."""
+        count = 0
+        for block in self.indexed():
+            node = self._parent[block]
+            assert block in self.children(node), f"block {block} is not among its parent's children"
+            assert node < 0 or self._filled[node] * TOKEN_BYTES == self._row, "a partial tail has no children"
+            assert self._depth[block] == (self._depth[node] + 1 if node >= 0 else 0)
+            block_hash = self._hash[block]
+            assert (block_hash is not None) == (self._filled[block] * TOKEN_BYTES == self._row)
+            if block_hash is not None:
+                count += 1
+                assert self._by_hash[block_hash] == block
+        assert count == len(self._by_hash)
+        for node in [*self._many, *self.indexed()]:
+            keys = [self.key_of(child) for child in self.children(node)]
+            assert keys == sorted(keys)
+            assert all(self._parent[child] == node for child in self.children(node))
+
+    def _best_of(
+        self, near: Iterator[int], key: bytes, is_usable: Callable[[int], bool], best: SharedRun | None
+    ) -> SharedRun | None:
+        for skipped, block in enumerate(near):
+            shared = _shared_tokens(self.key_of(block), key)
+            if shared <= (best.num_tokens if best else 0):
+                return best  # What is further away shares no more.
+            if is_usable(block):
+                return SharedRun(block, shared)
+            if skipped >= _MAX_SKIPPED:
+                return best
+        return best
+
+    def _insert(self, block: int, node: int, key: bytes) -> None:
+        assert not self._filled[block]
+        start = block * self._row
+        self._tokens[start : start + len(key)] = key
+        self._filled[block] = len(key) // TOKEN_BYTES
+        self._parent[block] = node
+        self._child[block] = _NONE
+        self._depth[block] = self._depth[node] + 1 if node >= 0 else 0
+        self._link(block, node)
+
+    def _link(self, block: int, node: int) -> None:
+        if node >= 0 and self._child[node] == _NONE:
+            self._child[node] = block
+            return
+        children = self._many.get(node)
+        if children is None:
+            children = self._many[node] = SortedChildren(self.key_of)
+            if node >= 0:
+                children.add(self._child[node])
+                self._child[node] = _MANY
+        children.add(block)
+
+    def _unlink(self, block: int, node: int) -> None:
+        if node >= 0 and self._child[node] == block:
+            self._child[node] = _NONE
+            return
+        children = self._many[node]
+        children.remove(block)
+        if node < 0 and not len(children):
+            del self._many[node]
+        elif node >= 0 and len(children) == 1:
+            del self._many[node]
+            self._child[node] = next(iter(children))
+
+
+def _shared_tokens(left: bytes, right: bytes) -> int:
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length // TOKEN_BYTES
+    difference = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
+    return (length - (difference.bit_length() + 7) // 8) // TOKEN_BYTES

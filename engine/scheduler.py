@@ -1,0 +1,179 @@
+"""Whose turn it is: the waiting queue, fair between owners, and who computes which block for everybody (kv-semantics 3.3).
+
+Order is first come, first served for one owner and round robin between owners; never by what is cached, which would
+be a timing oracle between tenants. Preempted sequences come before all others. What fits is the core's question.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+
+from cached.keys import BlockHash
+from engine.sequence import Sequence
+
+_Lane = list[tuple[int, int, Sequence]]
+
+
+class WaitingQueue:
+    """Sequences that hold nothing. Each is ready, parked behind a producer, waiting for a lookup, or set aside for
+    the rest of one plan."""
+
+    def __init__(self) -> None:
+        self._members: set[Sequence] = set()
+        self._ready: set[Sequence] = set()
+        self._front: _Lane = []
+        self._lanes: dict[int, _Lane] = {}
+        self._rotation: deque[int] = deque()  # owners with a lane
+        self._parked: dict[BlockHash, list[Sequence]] = {}
+        self._parked_on: dict[Sequence, BlockHash] = {}
+        self._aside: list[Sequence] = []
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._members
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence, or make one that was elsewhere in the queue ready; it keeps its place by arrival."""
+        self._members.add(sequence)
+        if sequence in self._ready:
+            return
+        self._ready.add(sequence)
+        self._pushes += 1
+        heapq.heappush(self._lane_of(sequence), (sequence.arrival, self._pushes, sequence))
+
+    def candidate(self) -> Sequence | None:
+        """The sequence whose turn it is; it stays where it is."""
+        first = self._top(self._front)
+        if first is not None:
+            return first
+        while self._rotation:
+            first = self._top(self._lanes[self._rotation[0]])
+            if first is not None:
+                return first
+            del self._lanes[self._rotation.popleft()]
+        return None
+
+    def take(self, sequence: Sequence) -> None:
+        """The candidate leaves the queue: it is admitted, and its owner goes to the end of the round."""
+        self.remove(sequence)
+        if not sequence.was_preempted and self._rotation and self._rotation[0] == sequence.owner_index:
+            self._rotation.rotate(-1)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Out of the queue, wherever it stands."""
+        self._members.discard(sequence)
+        self._ready.discard(sequence)
+        parked_on = self._parked_on.pop(sequence, None)
+        if parked_on is not None:
+            left = [each for each in self._parked[parked_on] if each is not sequence]
+            if left:
+                self._parked[parked_on] = left
+            else:
+                del self._parked[parked_on]
+
+    def park(self, sequence: Sequence, block_hash: BlockHash) -> None:
+        """Wait until this block is shareable or its producer is gone."""
+        self._ready.discard(sequence)
+        self._parked.setdefault(block_hash, []).append(sequence)
+        self._parked_on[sequence] = block_hash
+
+    def wake(self, block_hash: BlockHash) -> None:
+        """Whoever waits for this block walks again."""
+        for sequence in self._parked.pop(block_hash, ()):
+            del self._parked_on[sequence]
+            self.push(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Wait for the tier's answer; `push` makes it ready again."""
+        self._members.add(sequence)
+        self._ready.discard(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Not in this plan, though others behind it may be."""
+        self._ready.discard(sequence)
+        self._aside.append(sequence)
+
+    def restore_aside(self) -> None:
+        """The plan is made."""
+        aside, self._aside = self._aside, []
+        for sequence in aside:
+            if sequence in self._members:
+                self.push(sequence)
+
+    def check_invariants(self) -> None:
+        assert self._ready <= self._members
+        assert set(self._parked_on) <= self._members
+        assert not self._ready & set(self._parked_on)
+        assert {each for group in self._parked.values() for each in group} == set(self._parked_on)
+        assert sorted(self._lanes) == sorted(self._rotation)
+        queued = {entry[2] for lane in (self._front, *self._lanes.values()) for entry in lane}
+        assert self._ready <= queued
+
+    def _lane_of(self, sequence: Sequence) -> _Lane:
+        if sequence.was_preempted:
+            return self._front
+        lane = self._lanes.get(sequence.owner_index)
+        if lane is None:
+            lane = self._lanes[sequence.owner_index] = []
+            self._rotation.append(sequence.owner_index)
+        return lane
+
+    def _top(self, lane: _Lane) -> Sequence | None:
+        while lane:
+            sequence = lane[0][2]
+            if sequence in self._ready:
+                return sequence
+            heapq.heappop(lane)
+        return None
+
+
+class Producers:
+    """Which running sequence computes (or loads) which full prompt block that is not there yet."""
+
+    def __init__(self) -> None:
+        self._by_hash: dict[BlockHash, Sequence] = {}
+        self._hashes: dict[Sequence, set[BlockHash]] = {}
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._by_hash
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def register(self, sequence: Sequence, hashes: Iterable[BlockHash]) -> None:
+        """`sequence` will make these blocks, except those that somebody else makes already."""
+        mine = self._hashes.setdefault(sequence, set())
+        for block_hash in hashes:
+            if block_hash not in self._by_hash:
+                self._by_hash[block_hash] = sequence
+                mine.add(block_hash)
+
+    def published(self, block_hash: BlockHash) -> None:
+        """The block is shareable; nobody has to wait for it."""
+        producer = self._by_hash.pop(block_hash, None)
+        if producer is not None:
+            self._hashes[producer].discard(block_hash)
+
+    def drop(self, sequence: Sequence) -> set[BlockHash]:
+        """`sequence` makes nothing any more; returns what it leaves unmade."""
+        left = self._hashes.pop(sequence, set())
+        for block_hash in left:
+            del self._by_hash[block_hash]
+        return left
+
+    def last_awaited(self, hashes: list[BlockHash], start: int, end: int) -> BlockHash:
+        """The last block of the run from `start` that is being made: to wait for that one is to wait for all."""
+        place = start
+        while place + 1 < end and hashes[place + 1] in self._by_hash:
+            place += 1
+        return hashes[place]
+
+    def check_invariants(self) -> None:
+        for sequence, hashes in self._hashes.items():
+            assert all(self._by_hash[block_hash] is sequence for block_hash in hashes)
+        assert sum(map(len, self._hashes.values())) == len(self._by_hash)

@@ -1,0 +1,179 @@
+"""One sequence from its submission to its last token: what it has, where it stands, never what happens next.
+
+    waiting ──▶ running ──▶ finished
+       ▲  ╲        │  ▲
+       │   ╲ load  │  │ loaded
+       │    ▼      │  │
+       │   loading ┼──╯
+       └── preempt ╯
+
+Tokens are one run, prompt then output; after a preemption what was generated is prefilled again like a prompt.
+Positions `[0, num_computed)` have K and V on the device, in the blocks of `table`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, field
+
+from cached.keys import BlockHash, Namespace, token_bytes
+from cached.retention import Retention
+from engine.prefix_tree import TOKEN_BYTES, root_of
+from engine.values import NewRequest
+
+_DEFAULT = Retention()
+
+
+class State(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Where the prompt came from, in tokens, and by blocks (kv-semantics 7.1)."""
+
+    device_tokens: int
+    host_tokens: int
+    full_blocks: int
+    is_partial: bool
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable, owned by the core. `arrival` orders sequences, a preempted one before those that came later."""
+
+    request: NewRequest
+    arrival: int
+    namespace: Namespace
+    owner_index: int
+    namespace_index: int
+    tokens_per_block: int
+    submitted_at: float
+    state: State = State.WAITING
+    tokens: list[int] = field(default_factory=list)
+    key: bytearray = field(default_factory=bytearray)  # big-endian tokens: what the tree compares
+    hashes: list[BlockHash] = field(default_factory=list)  # of full blocks, as far as somebody has asked
+    confirmed: int = 0
+
+    # On the device.
+    table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0  # leading blocks that are in the index, as this sequence's or as their twins
+    num_matched: int = 0  # leading blocks that others had computed
+    parent_node: int = 0  # the index node of the last published block
+    unwritten: list[int] = field(default_factory=list)  # places in `table` published by the step under way
+    twins: dict[int, int] = field(default_factory=dict)  # place → indexed block with the same content (1.6)
+    admitted_in_step: int = 0
+
+    # The host tier.
+    tier_run: tuple[int, int] | None = None  # first block and number of blocks that the tier was found to hold
+    num_lookups: int = 0
+
+    # The end.
+    is_cancelled: bool = False  # nobody listens any more
+    tokens_kept: int | None = None  # told by `stop`
+
+    # Accounting, of the first admission.
+    admitted_at: float | None = None
+    served: Served | None = None
+    was_preempted: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.key = bytearray(_key(self.tokens))
+        self.reset_device()
+
+    @property
+    def sequence_id(self) -> int:
+        return self.request.sequence_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token is left to compute: the one sampled last (or the last of a prompt)."""
+        return len(self.tokens) - self.num_computed == 1
+
+    @property
+    def num_publishable(self) -> int:
+        """Tokens that may be indexed once they are written (kv-semantics 3.6)."""
+        if self.tokens_kept is not None:
+            return self.num_prompt + min(self.tokens_kept, self.num_output)
+        if self.request.hold_generated:
+            return self.num_prompt + min(self.confirmed, self.num_output)
+        return len(self.tokens)
+
+    def append(self, token: int) -> None:
+        """A token was sampled; its K and V are not computed yet."""
+        self.tokens.append(token)
+        self.key += token.to_bytes(TOKEN_BYTES, "big")
+
+    def block_key(self, place: int) -> bytes:
+        """The tokens of the full block at `place`, as the tree compares them."""
+        row = self.tokens_per_block * TOKEN_BYTES
+        return bytes(self.key[place * row : (place + 1) * row])
+
+    def tokens_key(self, start: int, end: int) -> bytes:
+        return bytes(self.key[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def block_hashes(self, count: int) -> list[BlockHash]:
+        """The hashes of at least the first `count` full blocks; computed once each."""
+        done = len(self.hashes)
+        if done < count:
+            size = self.tokens_per_block
+            packed = token_bytes(self.tokens[done * size : count * size])
+            row = size * TOKEN_BYTES
+            parent: bytes = self.hashes[-1] if done else self.namespace
+            for at in range(0, len(packed), row):
+                parent = hashlib.sha256(parent + packed[at : at + row]).digest()
+                self.hashes.append(BlockHash(parent))
+        return self.hashes
+
+    def explicit_retention(self, place: int) -> Retention | None:
+        """The range that covers the first token of the block at `place`, if one does (kv-semantics 2.3)."""
+        first = place * self.tokens_per_block
+        if first >= self.num_prompt or not self.request.retention.ranges:
+            return None
+        return self.request.retention.for_prompt_block(first)
+
+    def new_block_retention(self, place: int) -> Retention:
+        """What a new block at `place` gets (kv-semantics 2.3)."""
+        if place * self.tokens_per_block >= self.num_prompt:
+            return self.request.retention.decode
+        return self.explicit_retention(place) or _DEFAULT
+
+    def reset_device(self) -> None:
+        """Nothing of it is on the device."""
+        self.table = []
+        self.num_computed = 0
+        self.num_published = 0
+        self.num_matched = 0
+        self.parent_node = root_of(self.namespace_index)
+        self.unwritten = []
+        self.twins = {}
+        self.tier_run = None
+        self.num_lookups = 0
+
+
+def _key(tokens: list[int]) -> bytes:
+    little = token_bytes(tokens)
+    big = bytearray(len(little))
+    for byte in range(TOKEN_BYTES):
+        big[byte::TOKEN_BYTES] = little[TOKEN_BYTES - 1 - byte :: TOKEN_BYTES]
+    return bytes(big)
