@@ -69,8 +69,11 @@ def sample(
 
 def uniform(seed: int, output_index: int) -> float:
     """The random number in [0, 1) of one token: the same on every machine and in every version."""
-    generator = np.random.Philox(key=[seed % 2**64, _STREAM], counter=[output_index, 0, 0, 0])
-    return int(generator.random_raw() >> np.uint64(11)) * 2.0**-53
+    # As uint64 from the start: numpy makes floats of a list that mixes large and small integers.
+    key = np.array([seed % 2**64, _STREAM], np.uint64)
+    counter = np.array([output_index, 0, 0, 0], np.uint64)
+    raw = int(np.random.Philox(key=key, counter=counter).random_raw())
+    return (raw >> 11) * 2.0**-53
 
 
 def _broken_rows(logits: torch.Tensor) -> list[str | None]:
