@@ -67,6 +67,7 @@ class EngineClient:
         self._last_error: str | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._owner_table: OwnerTable | None = None
 
     def __repr__(self) -> str:
         state = "connected" if self.connected else f"absent ({self._last_error})"
@@ -163,7 +164,8 @@ class EngineClient:
         return stream
 
     def set_owner_table(self, table: OwnerTable) -> None:
-        """Tell the engine the shares of owners; a no-op without a connection (it is sent again after the next)."""
+        """Tell the engine the shares of owners, now and after every reconnect."""
+        self._owner_table = table
         if self._link is not None:
             self._link.send(table)
 
@@ -189,6 +191,8 @@ class EngineClient:
                 continue
             backoff_s = BACKOFF_MIN_S
             self._link = link
+            if self._owner_table is not None:
+                link.send(self._owner_table)
             self._changed.set()
             try:
                 self._last_error = await link.wait_lost()

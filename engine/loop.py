@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from cached.keys import OwnerId
 from engine.core import EngineCore
 from engine.events import EventRing
 from engine.plan import StepPlan, StepResult
@@ -79,6 +80,13 @@ class Halt:
 
 
 @dataclass(frozen=True, slots=True)
+class Weigh:
+    """What each owner's share of the device weighs from now on (kv-semantics 4.3); who is not named has 1."""
+
+    weights: tuple[tuple[OwnerId, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AskStatistics:
     """Someone wants figures; `reply` is called in the step thread and must only pass them on."""
 
@@ -114,7 +122,7 @@ class Ended:
     failure: str | None
 
 
-Inbound = Admit | Drop | Keep | Halt | AskStatistics | TierAnswer
+Inbound = Admit | Drop | Keep | Halt | Weigh | AskStatistics | TierAnswer
 Outbound = Refusal | Outputs | TierNow | Ended
 
 
@@ -315,6 +323,8 @@ class StepLoop:
             case Halt(sequence_id, tokens_kept):
                 core.stop(sequence_id, tokens_kept, now)
                 self._waited_s.pop(sequence_id, None)
+            case Weigh(weights):
+                core.set_weights(dict(weights))
             case AskStatistics(reply):
                 reply(self.statistics())
             case LookedUp(ticket, num_blocks):

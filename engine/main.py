@@ -91,7 +91,7 @@ class Progress:
 
     def __call__(self, stage: str, share: float) -> None:
         line = f"engine: {stage} {int(share * 10) * 10} %"
-        if line != self._last:
+        if line != self._last and stage != "ready":  # The model is; the engine is not yet.
             self._last = line
             print(line, file=sys.stderr, flush=True)  # noqa: T201
             notify(f"STATUS={line}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import struct
@@ -27,10 +28,25 @@ from typing import Any, Final, cast
 import structlog
 
 from cached.errors import WireError
+from cached.keys import OWNER_BYTES
 from cached.wire import FrameReader
 from engine.admission import chosen_seed, fault_of, unpacked
 from engine.errors import EngineConfigError
-from engine.loop import Admit, AskStatistics, Drop, Ended, Halt, Inbox, Keep, Outbound, Outputs, Refusal, TierNow, now_s
+from engine.loop import (
+    Admit,
+    AskStatistics,
+    Drop,
+    Ended,
+    Halt,
+    Inbox,
+    Keep,
+    Outbound,
+    Outputs,
+    Refusal,
+    TierNow,
+    Weigh,
+    now_s,
+)
 from engine.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -108,6 +124,7 @@ class EngineServer:
         self._on_ended = on_ended
         self._live: dict[int, tuple[_Connection, int]] = {}
         self._last_sequence_id = 0
+        self._table_version = -1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.AbstractServer | None = None
 
@@ -239,6 +256,18 @@ class EngineServer:
         self.inbox.put(Admit(_request(sequence_id, submit), now_s()))
         return None
 
+    def weigh(self, table: OwnerTable) -> None:
+        """Take a table of shares unless a newer one is known; raises WireError for an impossible weight.
+
+        Floors and ceilings are the host tier's, which has no message for them yet.
+        """
+        for share in table.shares:
+            if not 0 < share.weight < math.inf or len(share.owner) != OWNER_BYTES:
+                raise WireError("OwnerTable has a weight that is not positive and finite, or an owner id that is none")
+        if table.version > self._table_version:
+            self._table_version = table.version
+            self.inbox.put(Weigh(tuple((share.owner, share.weight) for share in table.shares)))
+
     def drop(self, sequence_id: int) -> None:
         """The client of a sequence is gone; a step that works only for such is given up."""
         self.forget(sequence_id)
@@ -319,8 +348,8 @@ class _Connection(asyncio.Protocol):
                 self._stop(request_id, _count(tokens_kept))
             case StatsRequest(token):
                 self._server.ask_statistics(lambda body: self._send_stats(token, body))
-            case OwnerTable(version):
-                log.debug("owner table noted; every owner weighs the same for now", version=version)
+            case OwnerTable():
+                self._server.weigh(message)
             case Hello():
                 raise WireError("Hello came a second time")
 
