@@ -32,6 +32,9 @@ from tenants.errors import (
 
 _BEGIN = "halocline_begin"
 
+# Any number will do, as long as it never changes and nobody else's is likely to be the same.
+_MIGRATION_LOCK = 0x68616C6F
+
 # Synchronous FULL and not NORMAL: a revocation that was reported must survive a power cut. Secure delete overwrites
 # what is deleted, so that the secrets of a deleted tenant do not linger in free pages.
 _PRAGMAS = ("foreign_keys=ON", "synchronous=FULL", "secure_delete=ON", "trusted_schema=OFF", "cell_size_check=ON")
@@ -44,8 +47,8 @@ class Database:
         self.busy_timeout_s = busy_timeout_s
         self.path = sqlite_path(url)
         parsed = sa.URL.create("sqlite", database=str(self.path)) if self.path else _parse_server_url(url)
-        # What errors call it: the file, or the URL without its password.
-        self.label = str(self.path or parsed.render_as_string(hide_password=True))
+        # What errors call it: the file, or the URL without its password, which may stand in the query as well.
+        self.label = str(self.path or parsed.set(query={}).render_as_string(hide_password=True))
         self._engine = self._sqlite_engine(parsed) if self.path else self._server_engine(parsed)
         self._writer = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE"})
         self._file: tuple[int, int] | None = None
@@ -91,6 +94,15 @@ class Database:
             with self._writer.begin() as connection:
                 yield connection
 
+    @contextlib.contextmanager
+    def migrating(self) -> Iterator[sa.Connection]:
+        """A writing transaction that no other migration runs beside; what others have done is visible in it."""
+        with self.writing() as connection:
+            # An SQLite writer is alone anyway; a server lets two processes create one table, and fails the second.
+            if self.path is None:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+            yield connection
+
     def forget_deleted(self) -> None:
         """Take what was deleted out of the write-ahead log too, as far as readers allow it just now."""
         if self.path is None:
@@ -113,11 +125,26 @@ class Database:
 
     def _server_engine(self, url: sa.URL) -> sa.Engine:
         try:
-            return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)
+            engine = sa.create_engine(
+                url,
+                pool_pre_ping=True,
+                hide_parameters=True,
+                connect_args={"connect_timeout": max(1, round(self.busy_timeout_s))},
+            )
         except ImportError as error:
             raise StoreUnavailable(
-                f"the driver for {self.label} is not installed ({error.name}); install halocline's extra 'postgres'"
+                f"the driver for {self.label} is not installed ({error.name}); run: pip install 'psycopg[binary]'"
             ) from error
+        sa.event.listen(engine, "connect", self._limit_waits)
+        return engine
+
+    def _limit_waits(self, connection: Any, _record: Any) -> None:
+        # No statement here takes long: whoever waits longer waits for a lock that somebody forgot.
+        limit_ms = round(self.busy_timeout_s * 1000)
+        with contextlib.closing(connection.cursor()) as cursor:
+            cursor.execute(f"SET lock_timeout = {limit_ms}")
+            cursor.execute(f"SET statement_timeout = {2 * limit_ms}")
+        connection.commit()
 
     def _connect(self) -> sqlite3.Connection:
         # mode=rw: a file that has vanished is an error and never silently a new, empty store.
@@ -200,20 +227,34 @@ class Database:
             raise StoreUnavailable(f"the tenant store {self.label} cannot be used: {error.strerror}") from error
 
     def _error(self, original: BaseException | None) -> StoreError | AccessDenied:
-        if not isinstance(original, sqlite3.Error):
-            # The driver's text names host and reason, never a parameter; its later lines repeat the statement.
-            first_line = str(original).strip().partition("\n")[0]
-            return StoreUnavailable(f"the tenant store {self.label} cannot be reached or refused: {first_line}")
-        make_error, problem = _SQLITE_ERRORS.get(_primary_code(original), (StoreError, f"failed: {original}"))
+        if isinstance(original, sqlite3.Error):
+            make_error, problem = _SQLITE_ERRORS.get(_primary_code(original), (StoreError, f"failed: {original}"))
+        else:
+            # The driver's first line names host and reason and never a parameter; later lines repeat the statement.
+            refused = f"cannot be reached or refused: {str(original).strip().partition(chr(10))[0]}"
+            state = getattr(original, "sqlstate", None)
+            make_error, problem = _SERVER_ERRORS.get(state or "", (StoreUnavailable, refused))
         return make_error(f"the tenant store {self.label} {problem}")
 
 
 _OWNER_HINT = "run as the user who owns the state directory"
 
-_SQLITE_ERRORS: dict[int, tuple[type[StoreError] | type[AccessDenied], str]] = {
-    sqlite3.SQLITE_BUSY: (StoreBusy, "is locked by another process; nothing was changed, try again"),
-    sqlite3.SQLITE_LOCKED: (StoreBusy, "is locked by another process; nothing was changed, try again"),
-    sqlite3.SQLITE_FULL: (StoreFull, "has no room to write; nothing was changed, make room on its disk and try again"),
+_Kind = type[StoreError] | type[AccessDenied]
+_LOCKED: tuple[_Kind, str] = (StoreBusy, "is locked by another process; nothing was changed, try again")
+_FULL: tuple[_Kind, str] = (StoreFull, "has no room to write; nothing was changed, make room on its disk and try again")
+
+# By SQLSTATE: lock not available, query canceled (by the time limit), disk full, insufficient privilege.
+_SERVER_ERRORS: dict[str, tuple[_Kind, str]] = {
+    "55P03": _LOCKED,
+    "57014": _LOCKED,
+    "53100": _FULL,
+    "42501": (AccessDenied, "does not let this user do that; grant it the rights to the tables"),
+}
+
+_SQLITE_ERRORS: dict[int, tuple[_Kind, str]] = {
+    sqlite3.SQLITE_BUSY: _LOCKED,
+    sqlite3.SQLITE_LOCKED: _LOCKED,
+    sqlite3.SQLITE_FULL: _FULL,
     sqlite3.SQLITE_IOERR: (StoreUnavailable, "cannot be read or written (I/O error); check its disk and its room"),
     sqlite3.SQLITE_CANTOPEN: (StoreUnavailable, f"cannot be opened; check that it is there, and {_OWNER_HINT}"),
     sqlite3.SQLITE_READONLY: (AccessDenied, f"is read-only to this user; {_OWNER_HINT}"),

@@ -86,12 +86,17 @@ def secret_digest(pepper: bytes, secret: str) -> bytes:
 
 def name_key(text: str) -> NamedKey | None:
     """The key meant by a public id, or by the beginning or the whole of a key's text, however damaged its end is."""
-    if _PUBLIC_ID.fullmatch(text):
+    if is_public_id(text):
         return NamedKey(text, carried_secret=False)
     match = _BEGINS_LIKE_A_KEY.fullmatch(text)
     if match is None:
         return None
     return NamedKey(match.group(1), carried_secret=len(match.group(2) or "") > 1)
+
+
+def is_public_id(text: str) -> bool:
+    """Whether `text` could be the public id of a key."""
+    return _PUBLIC_ID.fullmatch(text) is not None
 
 
 def base62(number: int, width: int) -> str:

@@ -62,7 +62,7 @@ def prepare(database: Database, vault: Vault) -> None:
     """Bring `database` to this schema, making it when it is empty, and check that `vault` is the one it knows."""
     database.create_file()
     if read_schema_version(database) != SCHEMA_VERSION:
-        with database.writing() as connection:
+        with database.migrating() as connection:
             _migrate(connection, database, vault)
     with database.reading() as connection:
         check_master_key(connection, database, vault)
@@ -71,14 +71,14 @@ def prepare(database: Database, vault: Vault) -> None:
 def read_schema_version(database: Database) -> int:
     """The schema that `database` has; 0 when it has none yet."""
     with database.reading() as connection:
-        return _schema_version(connection)
+        return _schema_version(connection, database)
 
 
 def check_master_key(connection: sa.Connection, database: Database, vault: Vault) -> None:
     """Raise WrongMasterKey, naming both files, unless `vault` sealed this store."""
     row = connection.execute(sa.select(store_state.c.store_id, store_state.c.master_key_check)).one_or_none()
     if row is None:
-        raise StoreCorrupt(f"the tenant store {database.label} has lost its state row; restore it from a backup")
+        raise _lost_state(database)
     try:
         vault.open(row.master_key_check, "store_state", "master_key_check", row.store_id)
     except SealBroken as error:
@@ -89,15 +89,23 @@ def check_master_key(connection: sa.Connection, database: Database, vault: Vault
         ) from error
 
 
-def _schema_version(connection: sa.Connection) -> int:
+def _schema_version(connection: sa.Connection, database: Database) -> int:
     if not sa.inspect(connection).has_table(store_state.name):
         return 0
-    return connection.execute(sa.select(store_state.c.schema_version)).scalar_one_or_none() or 0
+    version = connection.execute(sa.select(store_state.c.schema_version)).scalar_one_or_none()
+    if version is None:
+        # Never taken for a new store: that would adopt its tenants under whatever master key is at hand.
+        raise _lost_state(database)
+    return int(version)
+
+
+def _lost_state(database: Database) -> StoreCorrupt:
+    return StoreCorrupt(f"the tenant store {database.label} has lost its state row; restore it from a backup")
 
 
 def _migrate(connection: sa.Connection, database: Database, vault: Vault) -> None:
     # Asked again under the lock: another process may have been faster.
-    current = _schema_version(connection)
+    current = _schema_version(connection, database)
     if current > SCHEMA_VERSION:
         raise StoreTooNew(
             f"the tenant store {database.label} has schema {current}, this Halocline knows {SCHEMA_VERSION}; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from tenants.database import Database
 from tenants.errors import InvalidValue, KeyNotFound, MasterKeyError, SealBroken, TenantExists, TenantNotFound
-from tenants.keys import KEY_RANDOM_BYTES, base62, generate_key, secret_digest
+from tenants.keys import KEY_RANDOM_BYTES, base62, generate_key, is_public_id, secret_digest
 from tenants.schema import api_keys, check_master_key, prepare, read_schema_version, store_state, tenants
 from tenants.secrets import Vault, load_or_create_master_key
 from tenants.snapshot import KeyRecord, TenantSnapshot
@@ -170,6 +170,7 @@ class Store:
     def revoke_key(self, public_id: str, now: float) -> ApiKey:
         """Make a key useless for ever; revoking it again changes nothing, the first time stands."""
         with self._changing() as connection:
+            _find_key(connection, public_id)
             is_this_and_live = (api_keys.c.public_id == public_id) & api_keys.c.revoked_at.is_(None)
             connection.execute(api_keys.update().where(is_this_and_live).values(revoked_at=now))
             return _find_key(connection, public_id)
@@ -191,22 +192,27 @@ class Store:
             check_master_key(connection, self._database, self._vault)
             version = _version(connection)
             rows = connection.execute(_SELECT_SNAPSHOT).all()
-        salt_secrets, unreadable = self._open_salt_secrets(rows)
-        keys = {row.public_id: _key_record(row, salt_secrets[row.id]) for row in rows if row.id in salt_secrets}
-        return TenantSnapshot(version, self._vault.pepper, keys, unreadable)
+        opened: dict[str, bytes | None] = {}
+        unreadable: list[str] = []
+        keys: dict[str, KeyRecord] = {}
+        # Unpacked, because looking columns up by name is slower, and revocations wait for this loop.
+        for public_id, digest, expires_at, tenant_id, name, state, salt_epoch, sealed in rows:
+            if tenant_id not in opened:
+                opened[tenant_id] = self._open_salt_secret(tenant_id, sealed)
+                if opened[tenant_id] is None:
+                    unreadable.append(name)
+            salt_secret = opened[tenant_id]
+            if salt_secret is not None:
+                identity = Identity(tenant_id, name, public_id, salt_secret, salt_epoch)
+                keys[public_id] = KeyRecord(identity, digest, expires_at, is_suspended=state == "suspended")
+        return TenantSnapshot(version, self._vault.pepper, keys, tuple(sorted(unreadable)))
 
-    def _open_salt_secrets(self, rows: Sequence[sa.Row[Any]]) -> tuple[dict[str, bytes], tuple[str, ...]]:
-        """The salt secret of each tenant id, opened once; and the names of tenants for whom that failed."""
-        opened: dict[str, bytes] = {}
-        failed: dict[str, str] = {}
-        for row in rows:
-            if row.id in opened or row.id in failed:
-                continue
-            try:
-                opened[row.id] = self._vault.open(row.salt_secret, "tenants", "salt_secret", row.id)
-            except SealBroken:
-                failed[row.id] = row.name
-        return opened, tuple(sorted(failed.values()))
+    def _open_salt_secret(self, tenant_id: TenantId, sealed: bytes) -> bytes | None:
+        """The salt secret, or None when it does not open: that tenant is denied, and nobody else."""
+        try:
+            return self._vault.open(sealed, "tenants", "salt_secret", tenant_id)
+        except SealBroken:
+            return None
 
     # Rules.
 
@@ -266,9 +272,12 @@ def _find_tenant(connection: sa.Connection, name: str) -> Tenant:
 
 
 def _find_key(connection: sa.Connection, public_id: str) -> ApiKey:
-    row = connection.execute(_SELECT_KEYS.where(api_keys.c.public_id == public_id)).one_or_none()
+    is_legal = is_public_id(public_id)
+    row = connection.execute(_SELECT_KEYS.where(api_keys.c.public_id == public_id)).one_or_none() if is_legal else None
     if row is None:
-        raise KeyNotFound(f"there is no key with the public id {public_id}; `halocline key list` shows those there are")
+        # Nor is a text repeated that cannot be a public id: it may be a secret.
+        shown = f"with the public id {public_id}" if is_legal else "of that public id"
+        raise KeyNotFound(f"there is no key {shown}; `halocline key list` shows those there are")
     return _api_key(row)
 
 
@@ -278,8 +287,3 @@ def _tenant(row: Any) -> Tenant:
 
 def _api_key(row: Any) -> ApiKey:
     return ApiKey(row.public_id, row.tenant_id, row.label, row.created_at, row.expires_at, row.revoked_at)
-
-
-def _key_record(row: Any, salt_secret: bytes) -> KeyRecord:
-    identity = Identity(row.id, row.name, row.public_id, salt_secret, row.salt_epoch)
-    return KeyRecord(identity, row.digest, row.expires_at, is_suspended=row.state == "suspended")

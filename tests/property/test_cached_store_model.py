@@ -159,11 +159,28 @@ class StoreMachine(RuleBasedStateMachine):
         order = min((b.priority, b.tick, -b.depth) for b in giving)
         return {b.number for b in giving if (b.priority, b.tick, -b.depth) == order}
 
+    @rule(
+        data=st.data(),
+        number=st.integers(0, NUM_KEYS - 1),
+        priority=st.sampled_from([20, 35, 80]),
+        duration=st.sampled_from([None, 5.0, 20.0]),
+        drops=st.booleans(),
+        owner=st.sampled_from(OWNERS),
+    )
+    @precondition(lambda self: self.sessions)
+    def store_chain(self, data, number, priority, duration, drops, owner) -> None:
+        """What an engine mostly does: offer a chain and commit what was taken."""
+        self.reserve(data, number, True, priority, duration, drops, owner)
+        self.commit(data, None)
+
     @rule(data=st.data(), stranger=st.booleans())
     @precondition(lambda self: self.sessions and self.reservations)
     def commit(self, data, stranger) -> None:
         session = data.draw(st.sampled_from(sorted(self.sessions)))
-        ids = data.draw(st.lists(st.sampled_from(sorted(self.reservations)), unique=True, max_size=4))
+        if stranger is None:
+            ids = sorted(self.reservations)
+        else:
+            ids = data.draw(st.lists(st.sampled_from(sorted(self.reservations)), unique=True, max_size=4))
         if not stranger:
             ids = [i for i in ids if self.reservations[i][0] == session]
         self.expire()
@@ -255,7 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert gone == expected - len(self.blocks)
         assert before >= expected
 
-    @rule(seconds=st.sampled_from([0.5, 4.0, 11.0, 31.0]))
+    @rule(seconds=st.sampled_from([0.5, 0.5, 4.0, 4.0, 11.0, 31.0]))
     def pass_time(self, seconds) -> None:
         self.now += seconds
         due = self.store.next_deadline()
@@ -312,9 +329,11 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.forget_family(number)
 
-    @rule()
-    def restart(self) -> None:
+    @rule(really=st.sampled_from([False, False, False, True]))
+    def restart(self, really) -> None:
         """SIGKILL and a new daemon: what was visible is there, unverified; what was being written is untouchable."""
+        if not really:
+            return
         held_back = (
             self.capacity
             - self.num_free()
@@ -454,4 +473,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreAgainstModel = StoreMachine.TestCase
-TestStoreAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStoreAgainstModel.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import re
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,12 @@ def test_a_whole_or_damaged_key_names_its_key_and_is_known_to_carry_a_secret():
 @pytest.mark.parametrize("text", ["", "short", "3fQm0Zr81LxC0", "3fQm0Zr81Lx-", make_key().secret])
 def test_what_names_no_key_is_told_apart(text):
     assert name_key(text) is None
+
+
+def test_the_expression_for_secret_scanners_in_the_readme_finds_a_key_anywhere():
+    readme = (Path(__file__).parents[2] / "tenants" / "README.md").read_text()
+    expression = re.search(r"`(hl_live_\[[^`]+)`", readme).group(1)
+
+    found = re.search(expression, f'export KEY="{make_key().text}";').group(0)
+
+    assert parse_key(found) is not None

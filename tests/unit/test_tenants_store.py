@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import sqlite3
@@ -463,6 +464,30 @@ def test_a_newer_schema_is_refused_and_left_alone(path):
         assert raw.execute("SELECT schema_version FROM store_state").fetchone() == (99,)
 
 
+def test_a_store_that_lost_its_state_is_not_taken_for_a_new_one(path):
+    make_store(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        raw.execute("DELETE FROM store_state")
+        raw.commit()
+
+    with pytest.raises(StoreCorrupt, match="lost its state row"):
+        make_store(path, fill=b"n")
+
+
+def test_no_secret_is_logged_however_much_is_logged(path, caplog):
+    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="sqlalchemy")
+
+    with make_store(path) as store:
+        store.create_tenant("acme", NOW)
+        text = store.create_key("acme", "", None, NOW)
+        identity = authenticate(store, text).identity
+
+    assert "api_keys" in caplog.text, "the statements were logged, so that this test can fail"
+    for secret in (parse_key(text).secret, repr(identity.salt_secret)[2:-1], identity.salt_secret.hex()):
+        assert secret not in caplog.text
+
+
 def test_one_unreadable_salt_secret_denies_its_tenant_and_nobody_else(path):
     with make_store(path) as store:
         texts = {}
@@ -505,9 +530,9 @@ def test_the_configuration_takes_the_two_kinds_of_store(url):
 
 
 def test_a_server_that_does_not_answer_is_named_without_its_password():
-    pytest.importorskip("psycopg", reason="the extra 'postgres' is not installed")
+    pytest.importorskip("psycopg", reason="psycopg is not installed")
     with pytest.raises(StoreUnavailable) as caught:
-        Store("postgresql+psycopg://user:topsecret@127.0.0.1:1/db", Vault(b"m" * 32))
+        Store("postgresql+psycopg://user:topsecret@127.0.0.1:1/db?password=topsecret", Vault(b"m" * 32))
 
     assert "topsecret" not in str(caught.value)
     assert "127.0.0.1" in str(caught.value)
