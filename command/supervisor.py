@@ -210,8 +210,10 @@ class _Supervisor:
             gateway = self._children.get("gateway")
             outcome = await probe(self._address, key, model) if gateway else NotYet("the gateway is starting")
             match outcome:
-                case Answered():
+                case Answered() if all(child.ready.is_set() for child in self._children.values()):
                     return
+                case Answered():
+                    wrong = 0  # It answers, but without its cache yet; a cached that cannot start is found out here.
                 case Wrong(reason):
                     wrong += 1
                     if wrong >= WRONG_ANSWERS_BEFORE_GIVING_UP:
