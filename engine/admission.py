@@ -17,7 +17,7 @@ from engine.protocol import Sampling, Submit
 from engine.values import Refused
 
 MAX_LOGPROBS: Final = 20
-SEED_MASK: Final = 2**63 - 1
+SEED_MASK: Final = 2**64 - 1
 
 
 def fault_of(submit: Submit, vocab_size: int) -> Refused | None:
@@ -78,6 +78,6 @@ def unpacked(prompt: bytes) -> tuple[int, ...]:
 
 
 def chosen_seed(asked: int | None, random_bytes: bytes) -> int:
-    """The seed asked for, or one from `random_bytes`; 63 bits, which every generator takes."""
+    """The seed asked for, or one from `random_bytes`; 64 bits, all of which the sampler keeps."""
     seed = int.from_bytes(random_bytes, "little") if asked is None else asked
     return seed & SEED_MASK

@@ -35,7 +35,7 @@ from engine.metrics import MetricsEndpoint
 from engine.plan import Chunk, SampleRequest, StepPlan
 from engine.protocol import Sampling
 from engine.rates import Rate
-from engine.server import EngineServer, ServerFacts
+from engine.server import EngineServer, ServerFacts, clear_socket
 from engine.tier import TierWorker
 from engine.values import CoreSettings
 
@@ -54,6 +54,7 @@ def run(config: EngineConfig) -> int:
     logs.configure(config.log_level)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # While loading there is nothing to put away.
     try:
+        clear_socket(config.socket)  # Before the minutes that a model may take, not after.
         runner, prefill_rate = _load(config)
         gc.collect()
         gc.freeze()  # The model stays; no collection has to walk it again.

@@ -460,6 +460,22 @@ class _Connection(asyncio.Protocol):
 
 def bind_socket(path: Path) -> socket.socket:
     """A bound socket at `path`, 0660. What a dead engine left is replaced; a live one's is refused."""
+    clear_socket(path)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o117)
+    try:
+        bound.bind(str(path))
+    except OSError as error:
+        bound.close()
+        raise EngineConfigError(f"socket {path} cannot be made: {error.strerror}; its directory must exist") from None
+    finally:
+        os.umask(before)
+    bound.setblocking(False)
+    return bound
+
+
+def clear_socket(path: Path) -> None:
+    """Remove what a dead engine left at `path`; raises EngineConfigError for anything that is still in use."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
@@ -473,17 +489,6 @@ def bind_socket(path: Path) -> socket.socket:
                 raise EngineConfigError(f"socket {path} belongs to an engine that runs; stop it or choose another path")
     elif path.exists():
         raise EngineConfigError(f"socket {path} is in the way and is no socket; choose another path")
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o117)
-    try:
-        bound.bind(str(path))
-    except OSError as error:
-        bound.close()
-        raise EngineConfigError(f"socket {path} cannot be made: {error.strerror}; its directory must exist") from None
-    finally:
-        os.umask(before)
-    bound.setblocking(False)
-    return bound
 
 
 def _request(sequence_id: int, submit: Submit) -> NewRequest:

@@ -64,7 +64,7 @@ def test_tokens_are_little_endian_words() -> None:
     assert unpacked(b"\x01\x00\x00\x00\x00\x01\x00\x00") == (1, 256)
 
 
-def test_a_seed_that_was_asked_for_is_kept_and_fits_63_bits() -> None:
+def test_a_seed_that_was_asked_for_is_kept_and_fits_64_bits() -> None:
     assert chosen_seed(7, b"\xff" * 8) == 7
-    assert chosen_seed(-1, b"") == chosen_seed(2**64 - 1, b"") == 2**63 - 1
-    assert chosen_seed(None, b"\xff" * 8) == 2**63 - 1
+    assert chosen_seed(-1, b"") == chosen_seed(2**64 - 1, b"") == 2**64 - 1
+    assert chosen_seed(None, b"\xff" * 8) == 2**64 - 1
