@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from cached.eviction import EvictionOrder, device_victim
-from cached.keys import BlockHash, OwnerId, fingerprint
+from cached.keys import NO_OWNER, BlockHash, OwnerId, fingerprint
 from cached.retention import DEFAULT_PRIORITY, MAX_PRIORITY, OnExpiry, Retention, demoted_priority
 from engine.events import Created, Event, Removed, Stored, StoredBlock, Updated
 from engine.interning import InternTable
@@ -66,6 +66,9 @@ class BlockPool:
         self._weights: dict[OwnerId, float] = {}
         self._events: list[Event] = [Created(((TIER, num_blocks),))] if record_events else []
         self._record_events = record_events
+        self._removing: list[BlockHash] = []
+        self._removing_whose: tuple[int, int] | None = None
+        self._removing_of = ("", NO_OWNER)
         self._event_token_ids = event_token_ids
         self.indexed_by_priority = array("i", bytes(4 * (MAX_PRIORITY + 1)))
         self._evictions_by_band = array("q", bytes(8 * (MAX_PRIORITY // _BAND)))
@@ -184,14 +187,15 @@ class BlockPool:
             self._evict(to_evict, count, owner, depart)
         if len(self._free) < count:
             return None
-        return [self._take_free(owner) for _ in range(count)]
+        return self._take_free(count, owner)
 
     def acquire(self, block: int) -> None:
         """One more sequence uses an indexed block."""
         self._ref_count[block] += 1
         if self._ref_count[block] == 1:
             self._num_idle -= 1
-            self._clock.stop(block)
+            if self._deadline[block] != NEVER:
+                self._clock.stop(block)
             self._settle(block)
 
     def unacquire(self, block: int) -> None:
@@ -220,9 +224,18 @@ class BlockPool:
                 continue
             self._num_idle += 1
             self._tick[block] = self._ticks
-            self._deadline[block] = deadline = self._deadline_from(block, now)
-            self._clock.start(block, deadline)
-            self._settle(block)
+            if self._duration[block] != NEVER:
+                self._deadline[block] = deadline = self._deadline_from(block, now)
+                self._clock.start(block, deadline)
+            if not self._holds[block]:
+                self._become_evictable(block)
+
+    def _become_evictable(self, block: int) -> None:
+        """`_settle` for a block that has just become idle and is not held: this is what a release costs."""
+        self._is_evictable[block] = 1
+        self._num_evictable += 1
+        if not self.tree.has_children(block):
+            self._order.add(block, self._owner[block], self._priority[block], self._tick[block], self.tree.depth(block))
 
     def drop_private(self, block: int) -> None:
         """Free a block that one sequence has and that never was in the index: no release, so no tick."""
@@ -240,6 +253,7 @@ class BlockPool:
     def set_retention(self, block: int, retention: Retention) -> None:
         """Priority and duration together; tells of a changed priority of an indexed block."""
         self._duration[block] = NEVER if retention.duration_s is None else retention.duration_s
+        self._deadline[block] = NEVER  # It is in use; its release starts the new duration.
         self._is_drop[block] = retention.on_expiry == "drop"
         self._set_priority(block, retention.priority)
 
@@ -254,28 +268,39 @@ class BlockPool:
         """Turn an idle leaf into a private block of `owner`, content and all (kv-semantics 3.5 without copying)."""
         assert block in self._order
         self._removed((block,))
+        self._flush_removed()
         self._unindex(block)
         self._forget_content(block)
-        self._set_owner(block, owner)
+        self._charge(owner, 1)
+        self._charge(self._owner[block], -1)
+        self._owner[block] = owner
         self._ref_count[block] = 1
 
     # The index.
 
-    def index_full(
-        self, block: int, node: int, namespace: int, block_hash: BlockHash, key: bytes, is_written: bool
+    def index_run(
+        self,
+        blocks: Sequence[int],
+        node: int,
+        namespace: int,
+        hashes: Sequence[BlockHash],
+        keys: Sequence[bytes],
+        is_written: bool,
     ) -> None:
-        """Make a private full block shareable; while it is not written, only within the step that writes it."""
-        self.tree.insert_full(block, node, block_hash, key)
-        self._index(block, namespace, is_written)
+        """Make private full blocks shareable, each below the one before; unwritten ones only in the step that writes
+        them."""
+        self.tree.insert_run(blocks, node, hashes, keys)
+        self._index(blocks, node, namespace, is_written)
 
     def index_partial(self, block: int, node: int, namespace: int, key: bytes) -> None:
         """Index a written partial tail (kv-semantics 1.5)."""
         self.tree.insert_partial(block, node, key)
-        self._index(block, namespace, True)
+        self._index((block,), node, namespace, True)
 
-    def mark_written(self, block: int) -> None:
-        """The step that writes the block has succeeded."""
-        self._is_written[block] = 1
+    def mark_written(self, blocks: Iterable[int]) -> None:
+        """The step that writes the blocks has succeeded."""
+        for block in blocks:
+            self._is_written[block] = 1
 
     def unindex_unwritten(self, block: int) -> None:
         """The step that was to write the block has not: it was never there. Dependents first."""
@@ -286,6 +311,7 @@ class BlockPool:
         """Take a block and its descendants out of the index; idle ones become free, those in use private."""
         leaving = self.tree.descendants_first(block)
         self._removed(leaving)
+        self._flush_removed()
         for each in leaving:
             self._leave_index(each, self._holds[each] > 0)
 
@@ -294,9 +320,8 @@ class BlockPool:
         if not self._record_events or not blocks:
             return
         node = self.tree.parent(blocks[0])
-        stored = tuple(
-            StoredBlock(self._hash(block), TIER, self._priority[block], self._token_ids(block)) for block in blocks
-        )
+        hash_of, priority = self._hash, self._priority
+        stored = tuple([StoredBlock(hash_of(block), TIER, priority[block], self._token_ids(block)) for block in blocks])
         parent_hash = self.tree.hash_of(node) if node >= 0 else None
         self._events.append(Stored(parent_hash, stored, self.namespace_fingerprint(blocks[0]), self.owner(blocks[0])))
 
@@ -363,12 +388,33 @@ class BlockPool:
             block = self._order.least_valuable() if len(weights) == 1 else device_victim(self._order, held, share)
             if block is None:
                 assert depart is not None, "evictable blocks are counted, so there is a victim"
-                return  # The ancestors of those that depart are being copied, too.
+                break  # The ancestors of those that depart are being copied, too.
             self._evictions_by_band[min(self._priority[block], MAX_PRIORITY - 1) // _BAND] += 1
             self.num_dropped_unused += not self._was_matched[block]
             is_departing = depart is not None and depart(block)
             self._removed((block,))
-            self._leave_index(block, is_departing)
+            if is_departing:
+                self._leave_index(block, is_held=True)
+            else:
+                self._drop_leaf(block)
+        self._flush_removed()
+
+    def _drop_leaf(self, block: int) -> None:
+        """`_leave_index` for an evictable leaf, without asking what is known: this is what eviction costs."""
+        self.indexed_by_priority[self._priority[block]] -= 1
+        node = self.tree.remove(block)
+        self._order.discard(block)
+        self._is_evictable[block] = 0
+        self._num_evictable -= 1
+        self._num_idle -= 1
+        if self._deadline[block] != NEVER:
+            self._clock.stop(block)
+        self._is_written[block] = 0
+        self.namespaces.release(self._namespace[block])
+        self._namespace[block] = -1
+        self._give_free(block)
+        if node >= 0 and self._is_evictable[node] and not self.tree.has_children(node):
+            self._order.add(node, self._owner[node], self._priority[node], self._tick[node], self.tree.depth(node))
 
     def _leave_index(self, block: int, is_held: bool) -> None:
         self._unindex(block)
@@ -382,12 +428,16 @@ class BlockPool:
     def _weight(self, owner: int) -> float:
         return self._weights.get(OwnerId(self.owners.value(owner)), 1.0) if self._weights else 1.0
 
-    def _take_free(self, owner: int) -> int:
-        block = self._free.pop()
-        self._ref_count[block] = 1
-        self._forget_content(block)
-        self._set_owner(block, owner)
-        return block
+    def _take_free(self, count: int, owner: int) -> list[int]:
+        blocks = self._free[len(self._free) - count :]
+        blocks.reverse()
+        del self._free[len(self._free) - count :]
+        for block in blocks:
+            self._ref_count[block] = 1
+            self._owner[block] = owner
+            self._forget_content(block)
+        self._charge(owner, count)
+        return blocks
 
     def _forget_content(self, block: int) -> None:
         self._priority[block] = DEFAULT_PRIORITY
@@ -397,31 +447,31 @@ class BlockPool:
         self._in_tier_since[block] = -NEVER
 
     def _give_free(self, block: int) -> None:
-        self._set_owner(block, _FREE_OWNER)
+        self._charge(self._owner[block], -1)
+        self._owner[block] = _FREE_OWNER
         self._free.append(block)
 
-    def _set_owner(self, block: int, owner: int) -> None:
-        old = self._owner[block]
-        if old == owner:
+    def _charge(self, owner: int, count: int) -> None:
+        """So many blocks more (or fewer) are the owner's; its number lives as long as it has one."""
+        if not count:
             return
-        self._owner[block] = owner
-        if owner != _FREE_OWNER:
-            self._held_by[owner] = self._held_by.get(owner, 0) + 1
+        before = self._held_by.get(owner, 0)
+        after = before + count
+        if after:
+            self._held_by[owner] = after
+        else:
+            del self._held_by[owner]
+        if after and not before:
             self.owners.acquire_index(owner)
-        if old != _FREE_OWNER:
-            left = self._held_by[old] - 1
-            if left:
-                self._held_by[old] = left
-            else:
-                del self._held_by[old]
-            self.owners.release(old)
+        elif before and not after:
+            self.owners.release(owner)
 
-    def _index(self, block: int, namespace: int, is_written: bool) -> None:
-        self._namespace[block] = namespace
-        self.namespaces.acquire_index(namespace)
-        self._is_written[block] = is_written
-        self.indexed_by_priority[self._priority[block]] += 1
-        node = self.tree.parent(block)
+    def _index(self, blocks: Sequence[int], node: int, namespace: int, is_written: bool) -> None:
+        self.namespaces.acquire_index(namespace, len(blocks))
+        for block in blocks:
+            self._namespace[block] = namespace
+            self._is_written[block] = is_written
+            self.indexed_by_priority[self._priority[block]] += 1
         if node >= 0 and self._ref_count[node] == 0:
             self._settle(node)
 
@@ -499,15 +549,27 @@ class BlockPool:
         key = self.tree.key_of(block)
         return tuple(int.from_bytes(key[at : at + 4], "big") for at in range(0, len(key), 4))
 
-    def _removed(self, blocks: Sequence[int]) -> None:
+    def _removed(self, blocks: Iterable[int]) -> None:
+        """Note that blocks leave the index; `_flush_removed` tells of them, many in one event."""
         if not self._record_events:
             return
-        # Unwritten blocks were never announced; partial tails have no events (kv-semantics 1.5).
-        told = [block for block in blocks if self._is_written[block] and self.tree.hash_of(block) is not None]
-        for block in told:
-            self._events.append(
-                Removed((self._hash(block),), TIER, self.namespace_fingerprint(block), self.owner(block))
-            )
+        for block in blocks:
+            block_hash = self.tree.hash_of(block)
+            # Unwritten blocks were never announced; partial tails have no events (kv-semantics 1.5).
+            if block_hash is None or not self._is_written[block]:
+                continue
+            whose = (self._namespace[block], self._owner[block])
+            if whose != self._removing_whose:
+                self._flush_removed()
+                self._removing_whose = whose
+                self._removing_of = (self.namespace_fingerprint(block), self.owner(block))
+            self._removing.append(block_hash)
+
+    def _flush_removed(self) -> None:
+        if self._removing:
+            self._events.append(Removed(tuple(self._removing), TIER, *self._removing_of))
+            self._removing = []
+        self._removing_whose = None
 
     def check_invariants(self) -> None:
         """Raise AssertionError where a structure contradicts another; slow and complete."""

@@ -494,9 +494,9 @@ class EngineCore:
     def _send(self, work: TierWork) -> None:
         self._work.append(work)
 
-    def _on_indexed(self, block_hash: BlockHash) -> None:
-        self._producers.published(block_hash)
-        self._waiting.wake(block_hash)
+    def _on_indexed(self, hashes: list[BlockHash]) -> None:
+        self._producers.published(hashes)
+        self._waiting.wake(hashes)
 
     # After a step.
 
@@ -603,6 +603,4 @@ class EngineCore:
             return
         for sequence in self._running.values():
             self._register(sequence)
-        for block_hash in hashes:
-            if block_hash not in self._producers:
-                self._waiting.wake(block_hash)
+        self._waiting.wake([block_hash for block_hash in hashes if block_hash not in self._producers])

@@ -30,13 +30,13 @@ class InternTable:
         self._references[index] += 1
         return index
 
-    def acquire_index(self, index: int) -> None:
-        """One more reference to a number that already has one."""
-        self._references[index] += 1
+    def acquire_index(self, index: int, count: int = 1) -> None:
+        """More references to a number that already has one."""
+        self._references[index] += count
 
-    def release(self, index: int) -> None:
-        """Take back one reference; the last one frees the number."""
-        left = self._references[index] - 1
+    def release(self, index: int, count: int = 1) -> None:
+        """Take back references; the last one frees the number."""
+        left = self._references[index] - count
         if left < 0:
             raise EngineError(f"interned value {index} was released more often than acquired; this is a bug")
         self._references[index] = left

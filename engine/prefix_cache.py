@@ -30,9 +30,9 @@ class Walk:
 
 
 class PrefixCache:
-    """Joins sequences and pool. `on_indexed(hash)` hears of every full block that becomes shareable."""
+    """Joins sequences and pool. `on_indexed(hashes)` hears of all full blocks that become shareable."""
 
-    def __init__(self, settings: CoreSettings, pool: BlockPool, on_indexed: Callable[[BlockHash], None]) -> None:
+    def __init__(self, settings: CoreSettings, pool: BlockPool, on_indexed: Callable[[list[BlockHash]], None]) -> None:
         self._settings = settings
         self._pool = pool
         self._on_indexed = on_indexed
@@ -103,8 +103,9 @@ class PrefixCache:
         num_matched = len(walk.blocks)
         for place, block in enumerate(walk.blocks):
             pool.mark_matched(block, sequence.explicit_retention(place))
-        for place, block in enumerate(new, num_matched):
-            pool.set_retention(block, sequence.new_block_retention(place))
+        if sequence.has_retention:
+            for place, block in enumerate(new, num_matched):
+                pool.set_retention(block, sequence.new_block_retention(place))
         sequence.table = [*walk.blocks, *new]
         sequence.num_matched = sequence.num_published = num_matched
         sequence.parent_node = walk.node
@@ -138,43 +139,51 @@ class PrefixCache:
         if last <= sequence.num_published:
             return
         hashes = sequence.block_hashes(last)
-        pool = self._pool
-        fresh: list[int] = []
-        for place in range(sequence.num_published, last):
-            key = sequence.block_key(place)
-            twin = pool.tree.find(hashes[place], sequence.parent_node, key)
+        place = sequence.num_published
+        while place < last:
+            twin = self._pool.tree.find(hashes[place], sequence.parent_node, sequence.block_key(place))
             if twin is not None:
-                pool.announce_stored(fresh)
-                fresh = []
-                pool.acquire(twin)
+                self._pool.acquire(twin)
                 sequence.twins[place] = twin
                 sequence.parent_node = twin
-            else:
-                block = sequence.table[place]
-                pool.index_full(block, sequence.parent_node, sequence.namespace_index, hashes[place], key, is_written)
-                sequence.parent_node = block
-                if is_written:
-                    fresh.append(block)
-                else:
-                    sequence.unwritten.append(place)
-            self._on_indexed(hashes[place])
+                self._on_indexed(hashes[place : place + 1])
+                place += 1
+                continue
+            start = place
+            while place < last and not self._pool.tree.knows(hashes[place]):
+                place += 1
+            if place == start:
+                last = place  # The same hash under another parent: impossible, and then ours simply stays private.
+                break
+            self._index_run(sequence, start, place, is_written)
         sequence.num_published = last
-        pool.announce_stored(fresh)
         if is_written:
             self._adopt_twins(sequence)
+
+    def _index_run(self, sequence: Sequence, start: int, end: int, is_written: bool) -> None:
+        blocks = sequence.table[start:end]
+        hashes = sequence.hashes[start:end]
+        keys = [sequence.block_key(place) for place in range(start, end)]
+        namespace = sequence.namespace_index
+        self._pool.index_run(blocks, sequence.parent_node, namespace, hashes, keys, is_written)
+        sequence.parent_node = blocks[-1]
+        if is_written:
+            self._pool.announce_stored(blocks)
+        else:
+            sequence.unwritten.extend(range(start, end))
+        self._on_indexed(hashes)
 
     def commit(self, sequence: Sequence, end: int) -> None:
         """The step wrote everything up to `end`: what it published is there, and twins enter the table."""
         sequence.num_computed = end
-        run: list[int] = []
-        for place in sequence.unwritten:
-            block = sequence.table[place]
-            self._pool.mark_written(block)
-            if run and self._pool.tree.parent(block) != run[-1]:
+        start = 0
+        places = sequence.unwritten
+        for index in range(1, len(places) + 1):
+            if index == len(places) or places[index] != places[index - 1] + 1:
+                run = [sequence.table[place] for place in places[start:index]]
+                self._pool.mark_written(run)
                 self._pool.announce_stored(run)
-                run = []
-            run.append(block)
-        self._pool.announce_stored(run)
+                start = index
         sequence.unwritten = []
         self._adopt_twins(sequence)
         self.publish(sequence, end, is_written=True)

@@ -9,7 +9,7 @@ A *node* is a block, or the root of a namespace, written as `-1 - namespace inde
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cached.keys import BlockHash
@@ -85,13 +85,27 @@ class PrefixTree:
         start = block * self._row
         return block if self._tokens[start : start + self._row] == key else None
 
-    def insert_full(self, block: int, node: int, block_hash: BlockHash, key: bytes) -> None:
-        """Index a full block under `node`; the hash must be new."""
-        assert block_hash not in self._by_hash
-        assert len(key) == self._row
-        self._insert(block, node, key)
-        self._hash[block] = block_hash
-        self._by_hash[block_hash] = block
+    def knows(self, block_hash: BlockHash) -> bool:
+        """Whether a block of this hash is indexed, whatever its parent and tokens."""
+        return block_hash in self._by_hash
+
+    def insert_run(self, blocks: Sequence[int], node: int, hashes: Sequence[BlockHash], keys: Sequence[bytes]) -> None:
+        """Index full blocks, the first under `node` and each under the one before; the hashes must be new."""
+        self._insert(blocks[0], node, keys[0])
+        row, tokens, filled, parent = self._row, self._tokens, self._row // TOKEN_BYTES, blocks[0]
+        # The rest has parents without other children, so there is nothing to look for.
+        for block, key in zip(blocks[1:], keys[1:], strict=True):
+            tokens[block * row : (block + 1) * row] = key
+            self._filled[block] = filled
+            self._parent[block] = parent
+            self._child[parent] = block
+            self._depth[block] = self._depth[parent] + 1
+            parent = block
+        self._child[parent] = _NONE
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            assert block_hash not in self._by_hash
+            self._hash[block] = block_hash
+            self._by_hash[block_hash] = block
 
     def insert_partial(self, block: int, node: int, key: bytes) -> None:
         """Index a partial tail under `node`; only `longest_child` finds it."""

@@ -82,11 +82,14 @@ class WaitingQueue:
         self._parked.setdefault(block_hash, []).append(sequence)
         self._parked_on[sequence] = block_hash
 
-    def wake(self, block_hash: BlockHash) -> None:
-        """Whoever waits for this block walks again."""
-        for sequence in self._parked.pop(block_hash, ()):
-            del self._parked_on[sequence]
-            self.push(sequence)
+    def wake(self, hashes: Iterable[BlockHash]) -> None:
+        """Whoever waits for one of these blocks walks again."""
+        if not self._parked:
+            return
+        for block_hash in hashes:
+            for sequence in self._parked.pop(block_hash, ()):
+                del self._parked_on[sequence]
+                self.push(sequence)
 
     def hold(self, sequence: Sequence) -> None:
         """Wait for the tier's answer; `push` makes it ready again."""
@@ -153,11 +156,12 @@ class Producers:
                 self._by_hash[block_hash] = sequence
                 mine.add(block_hash)
 
-    def published(self, block_hash: BlockHash) -> None:
-        """The block is shareable; nobody has to wait for it."""
-        producer = self._by_hash.pop(block_hash, None)
-        if producer is not None:
-            self._hashes[producer].discard(block_hash)
+    def published(self, hashes: Iterable[BlockHash]) -> None:
+        """These blocks are shareable; nobody has to wait for them."""
+        for block_hash in hashes:
+            producer = self._by_hash.pop(block_hash, None)
+            if producer is not None:
+                self._hashes[producer].discard(block_hash)
 
     def drop(self, sequence: Sequence) -> set[BlockHash]:
         """`sequence` makes nothing any more; returns what it leaves unmade."""

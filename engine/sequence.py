@@ -152,6 +152,11 @@ class Sequence:
             return None
         return self.request.retention.for_prompt_block(first)
 
+    @property
+    def has_retention(self) -> bool:
+        """Whether any new block would get something else than the default."""
+        return bool(self.request.retention.ranges) or self.request.retention.decode != _DEFAULT
+
     def new_block_retention(self, place: int) -> Retention:
         """What a new block at `place` gets (kv-semantics 2.3)."""
         if place * self.tokens_per_block >= self.num_prompt:
