@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authenticator, add_common_headers, authenticated, envelope, new_request_id
 from gateway.responses import common_headers, error_response
 from gateway.stream import PING_INTERVAL_S
+from gateway.tokenizer import ModelText
 
 CLIENT_NAME: Final = "gateway"
 BACKLOG: Final = 1024
@@ -41,11 +43,13 @@ class GatewayServer:
         log: Any,
         *,
         ping_interval_s: float = PING_INTERVAL_S,
+        load_text: Callable[[Path], ModelText] = ModelText,
     ) -> None:
         self.config = config
         self.metrics = GatewayMetrics()
         self.inflight = InFlight(config.max_inflight)
-        self.engines = Engines(EngineClient(str(config.engine_socket), CLIENT_NAME), config.model_dir)
+        client = EngineClient(str(config.engine_socket), CLIENT_NAME)
+        self.engines = Engines(client, config.model_dir, load_text)
         self.metrics.inflight.set_function(lambda: len(self.inflight))
         self._log = log
         handlers = Handlers(config, self.engines, self.inflight, ping_interval_s)

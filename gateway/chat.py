@@ -114,10 +114,12 @@ class ChatEncoder:
             if apart[index] and message.content:
                 marked[index] = Message(message.role, f"{placeholder}{len(originals)}{placeholder}")
                 originals.append(message.content)
-        rendered = self._template.render(marked)
+        # The template's text and the messages' numbers alternate between the placeholder characters.
+        pieces = self._template.render(marked).split(placeholder)
         tokens: list[int] = []
-        # The template's text and the placeholders' numbers alternate between the placeholder characters.
-        for position, piece in enumerate(rendered.split(placeholder)):
+        if len(pieces) % 2 == 0:
+            raise _refused("it cuts a message that contains the text of special tokens")
+        for position, piece in enumerate(pieces):
             if position % 2 == 0:
                 tokens += self._encoder.encode_control(piece) if piece else []
             elif piece.isdigit() and int(piece) < len(originals):

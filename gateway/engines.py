@@ -7,6 +7,7 @@ restarting. One engine for now; choosing among several is a later module's decis
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -38,9 +39,12 @@ class ReadyEngine:
 class Engines:
     """Owned by the event loop. `model_dir` None: the tokenizer is read from where the engine has its model."""
 
-    def __init__(self, client: EngineClient, model_dir: Path | None) -> None:
+    def __init__(
+        self, client: EngineClient, model_dir: Path | None, load_text: Callable[[Path], ModelText] = ModelText
+    ) -> None:
         self.client = client
         self._model_dir = model_dir
+        self._load_text = load_text
         self._loading: dict[Path, asyncio.Task[ModelText]] = {}
 
     async def start(self) -> None:
@@ -81,7 +85,7 @@ class Engines:
         task = self._loading.get(model_dir)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             self._loading.clear()  # An engine that came back with another model: the old one's tables are not needed.
-            task = asyncio.get_running_loop().create_task(asyncio.to_thread(ModelText, model_dir))
+            task = asyncio.get_running_loop().create_task(asyncio.to_thread(self._load_text, model_dir))
             self._loading[model_dir] = task
         # A request that is cancelled while it waits must not take the load away from the others.
         return await asyncio.shield(task)

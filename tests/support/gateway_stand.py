@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ import structlog
 from gateway import logs
 from gateway.app import GatewayServer
 from gateway.config import GatewayConfig
+from gateway.tokenizer import ModelText
 from tenants.store import Store, open_store
 from tenants.watch import SnapshotWatcher
 from tests.support.engine_stub import EngineStub, Script
+
+
+@cache
+def model_text(model_dir: Path) -> ModelText:
+    """Loaded once for all tests of a process; it is never changed."""
+    return ModelText(model_dir)
 
 
 @dataclass(slots=True)
@@ -123,6 +131,7 @@ async def standing(
         lambda text, at: watcher.current.authenticate(text, at),
         structlog.get_logger(),
         ping_interval_s=ping_interval_s,
+        load_text=model_text,
     )
     try:
         if with_engine:
