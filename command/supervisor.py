@@ -207,20 +207,20 @@ class _Supervisor:
         told, told_at, wrong = "", time.monotonic(), 0
         model = str(self._settings.gateway.model_id)
         while True:
-            gateway = self._children.get("gateway")
-            outcome = await probe(self._address, key, model) if gateway else NotYet("the gateway is starting")
+            # All of them, also cached, which no answer depends on: a cached that cannot start is found out here.
+            all_ready = all(child.ready.is_set() for child in self._children.values())
+            outcome = await probe(self._address, key, model) if all_ready else NotYet("not all are ready")
             match outcome:
-                case Answered() if all(child.ready.is_set() for child in self._children.values()):
-                    return
                 case Answered():
-                    wrong = 0  # It answers, but without its cache yet; a cached that cannot start is found out here.
+                    return
                 case Wrong(reason):
                     wrong += 1
                     if wrong >= WRONG_ANSWERS_BEFORE_GIVING_UP:
                         raise CommandError(f"the gateway runs, but a first request fails: {reason}")
                 case NotYet():
                     wrong = 0
-            status = "; ".join(f"{n}: {c.status}" for n, c in self._children.items() if not c.ready.is_set())
+            waiting = [child for child in self._children.values() if not child.ready.is_set()]
+            status = "; ".join(f"{child.name}: {child.status.removeprefix(f'{child.name}: ')}" for child in waiting)
             if status and status != told and time.monotonic() - told_at > LONGEST_STATUS_SILENCE_S:
                 told, told_at = status, time.monotonic()
                 _say("up", status)

@@ -50,7 +50,7 @@ def halocline_commands() -> list[tuple[str, str]]:
         lines = [*(shell_lines(document) if document.exists() else ()), *inline]
         for line in lines:
             match = re.search(r"(?:^(?:[A-Z_]+=\S+ )*|\S/)halocline ((?!-)[a-z][^|>]*)", line)
-            if match:
+            if match and "…" not in line:
                 found.append((document.name, match[1].strip()))
     return sorted(set(found))
 
