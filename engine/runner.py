@@ -54,7 +54,7 @@ class ModelInfo:
     num_blocks: int
     device: str
     dtype: str
-    attention: str
+    attention: str = ""
 
 
 class ModelRunner:

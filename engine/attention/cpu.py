@@ -6,6 +6,7 @@ kernel reads it once and takes all sequences in one call. For a prefill chunk to
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import torch
 
@@ -21,14 +22,17 @@ class CpuAttention:
     name = "cpu"
     max_short_tokens = 4
 
-    def __init__(self, kv: KvMemory) -> None:
+    def __init__(self, kv: KvMemory, num_threads: int) -> None:
         assert kv.pool.dtype is torch.float32
         assert kv.device.type == "cpu"
         self._kv = kv
+        self._num_threads = num_threads
         self._scratch = np.empty(0, np.float32)
 
     def begin(self, batch: PackedBatch) -> CpuStep:
         """Makes ready what all layers of one step need."""
+        # numba keeps this number for each thread that calls, and steps run on another one than the start.
+        numba.set_num_threads(self._num_threads)
         return CpuStep(self, self._kv, batch)
 
     def scratch(self, num_floats: int) -> np.ndarray:

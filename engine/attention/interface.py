@@ -7,6 +7,7 @@ along as a keyword argument, so that nothing global says what is being computed.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,18 +80,30 @@ def choose_attention(kv: KvMemory, kernel_cache_dir: Path | None) -> Attention:
     try:
         import numba
 
-        if kernel_cache_dir is not None:
-            kernel_cache_dir.mkdir(parents=True, exist_ok=True)
+        if kernel_cache_dir is not None and _is_ours(kernel_cache_dir):
             numba.config.CACHE_DIR = str(kernel_cache_dir)  # type: ignore[attr-defined]
         from engine.attention.cpu import CpuAttention
-
-        most_threads: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-        numba.set_num_threads(max(1, min(torch.get_num_threads(), most_threads)))
     except Exception as error:
         # numba fails in its own ways on machines it does not know; the plain path is slower and right.
         _log.warning("the decode kernel cannot be used here, attention is slower without it: %s", error)
         return GatherAttention(kv)
-    return CpuAttention(kv)
+    most_threads: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    return CpuAttention(kv, num_threads=max(1, min(torch.get_num_threads(), most_threads)))
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether compiled code may be kept there: what numba loads from its cache it executes, so nobody else may write
+    to it. Where not, numba finds a place of its own beside the package or below the user's home."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        _log.warning("compiled kernels cannot be kept in %s: %s", directory, error)
+        return False
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        _log.warning("compiled kernels are not kept in %s, which others may write to; chmod go-w it", directory)
+        return False
+    return True
 
 
 def _attend(

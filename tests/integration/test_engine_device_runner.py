@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import engine.environment  # noqa: F401  isort: skip
+import engine.environment  # isort: skip
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import engine.runner
 from engine.attention.gather import GatherAttention
-from engine.attention.interface import Attention, StepContext, choose_attention
+from engine.attention.interface import Attention, StepContext, _is_ours, choose_attention
 from engine.batch import pack
 from engine.config import EngineConfig
+from engine.errors import ModelRefused
 from engine.kv_memory import KvMemory
 from engine.model import LoadedModel, load_model
 from engine.model_files import inspect_model
@@ -149,6 +153,53 @@ def test_a_step_without_a_sample_gives_no_token(tmp_path: Path) -> None:
     result = runner.execute(StepPlan(4, (), (Chunk(1, 0, (1, 2, 3), (0,), None),)), lambda: False)
 
     assert (result.step_id, result.sampled, result.failed, result.aborted) == (4, (), (), False)
+
+
+def test_another_data_type_is_another_layout(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+
+    wide, narrow = _runner(tmp_path, directory), _runner(tmp_path, directory, dtype="bfloat16")
+
+    assert (wide.info.dtype, narrow.info.dtype) == ("float32", "bfloat16")
+    assert wide.info.block_bytes == 2 * narrow.info.block_bytes
+    assert wide.info.layout_fingerprint != narrow.info.layout_fingerprint
+    assert len(_generate(narrow, [_tokens(9, 1), _tokens(30, 2)], 5, 7)[0]) == 5
+
+
+def test_a_model_is_the_same_wherever_it_lies_and_another_one_is_not(tmp_path: Path) -> None:
+    first = _runner(tmp_path / "1", write_tiny_model(tmp_path / "a", seed=1))
+    moved = _runner(tmp_path / "2", write_tiny_model(tmp_path / "b", seed=1))
+    other = _runner(tmp_path / "3", write_tiny_model(tmp_path / "c", seed=2))
+
+    assert first.info.layout_fingerprint == moved.info.layout_fingerprint
+    assert first.info.layout_fingerprint != other.info.layout_fingerprint
+
+
+def test_weights_that_change_while_they_are_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    load = engine.runner.load_model
+
+    def load_and_touch(*args: Any) -> LoadedModel:
+        loaded = load(*args)
+        os.utime(directory / "model.safetensors")
+        return loaded
+
+    monkeypatch.setattr(engine.runner, "load_model", load_and_touch)
+
+    with pytest.raises(ModelRefused, match="changed while they were being read"):
+        _runner(tmp_path, directory)
+
+
+def test_kernels_are_kept_only_where_nobody_else_may_write(tmp_path: Path) -> None:
+    """What numba finds in its cache it executes."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+
+    assert _is_ours(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert not _is_ours(tmp_path / "open")
+    assert not _is_ours(tmp_path / "file" / "below")
 
 
 def test_the_demo_model_equals_plain_transformers_cold_chunked_and_in_company(demo_model_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import engine.environment  # noqa: F401  isort: skip
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from engine.kv_memory import KvMemory
 from engine.layout import BlockLayout
 from engine.plan import Chunk, StepPlan
 
-PATHS = {"gather": GatherAttention, "cpu": CpuAttention}
+PATHS = {"gather": GatherAttention, "cpu": partial(CpuAttention, num_threads=2)}
 
 
 @st.composite
