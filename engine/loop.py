@@ -377,4 +377,5 @@ class StepLoop:
                 "load_bytes_per_s": tier.get("load_bytes_per_s"),
             },
             "inbox": len(self._inbox),
+            "settings": asdict(self._core.settings),
         }

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import uvloop
@@ -191,12 +191,7 @@ async def _stop_threads(server: EngineServer, inbox: Inbox, steps: StepLoop, tie
 
 async def _start_metrics(config: EngineConfig, server: EngineServer, stack: contextlib.AsyncExitStack) -> None:
     assert config.metrics_listen is not None
-    settings = {"secondary_offload_min_priority": config.secondary_offload_min_priority}
-
-    async def figures() -> dict[str, Any]:
-        return {**await server.statistics(), "settings": settings}
-
-    endpoint = MetricsEndpoint(config.metrics_listen, figures)
+    endpoint = MetricsEndpoint(config.metrics_listen, server.statistics)
     await endpoint.start()
     stack.push_async_callback(endpoint.close)
 
