@@ -1,0 +1,64 @@
+"""When the step thread runs and when it sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cached.retention import Retention, RetentionConfig, TokenRange
+from engine.plan import StepPlan
+from engine.protocol import Sampling
+from tests.support.shell import WAIT_S, Shell, is_quiet
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class CountingPlans:
+    """Counts the calls of a core's `plan`."""
+
+    def __init__(self, shell: Shell) -> None:
+        self.count = 0
+        self._plan = shell.core.plan
+        shell.core.plan = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, now: float) -> StepPlan | None:
+        self.count += 1
+        return self._plan(now)
+
+
+async def test_an_idle_engine_sleeps() -> None:
+    async with Shell() as shell:
+        client = await shell.client()
+        async for _ in client.submit([1, 2, 3, 4, 5], 3, GREEDY):
+            pass
+        await shell.until(is_quiet)
+        plans = CountingPlans(shell)
+
+        await asyncio.sleep(0.3)
+
+        assert plans.count <= 1  # One may have been under way.
+
+
+async def test_an_idle_engine_wakes_when_a_block_expires() -> None:
+    short = RetentionConfig(ranges=(TokenRange(0, None, Retention(priority=90, duration_s=0.05)),))
+    async with Shell() as shell:
+        client = await shell.client()
+        async for _ in client.submit(list(range(1, 14)), 1, GREEDY, retention=short):
+            pass
+
+        async with asyncio.timeout(WAIT_S):
+            while shell.core.statistics().expired == 0:  # Read from outside, so that asking does not wake it.
+                await asyncio.sleep(0.01)
+
+
+async def test_a_running_engine_takes_messages_between_steps() -> None:
+    async with Shell() as shell:
+        client = await shell.client()
+        long = client.submit([1, 2, 3], 1500, GREEDY)
+        await anext(long)
+
+        events = [event async for event in client.submit([4, 5, 6], 2, GREEDY)]
+
+        assert events[-1].finish == "length"
+        assert not long.finished
+        long.cancel()
+        await shell.until(is_quiet)
