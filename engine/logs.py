@@ -29,6 +29,7 @@ ALLOWED_FIELDS: Final = frozenset(
         "model_id",
         "num_blocks",
         "peer_uid",
+        "reason",
         "requests_dropped",
         "sequences",
         "slot_offset",

@@ -21,7 +21,7 @@ from typing import Any, Final
 import structlog
 
 from cached.client import Lease, TierClient
-from cached.protocol import LeasedBlock, OfferedBlock, Present, Reserved
+from cached.protocol import HelloRefused, LeasedBlock, OfferedBlock, Present, Reserved
 from engine.protocol import TierState
 from engine.rates import LoadChoice, Onboard
 from engine.tier_work import Load, LoadedBlock, Lookup, Offer, OfferedDeviceBlock, TierWork, Touch
@@ -65,7 +65,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class TierIs:
-    """The daemon came or went, or came back as another one."""
+    """The daemon came or went; one that came back as another has gone in between."""
 
     state: TierState
 
@@ -132,7 +132,7 @@ class TierWorker:
         self._stop_by: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine-tier", daemon=True)
         self._client: TierClient | None = None
-        self._told: tuple[TierState, memoryview | None] = ("absent", None)
+        self._refusal: HelloRefused | None = None
 
     # Called by the step loop. ---------------------------------------------------------------------------------------
 
@@ -179,10 +179,10 @@ class TierWorker:
                 self._client = self._make_client()
                 self._serve()
             except Exception:
-                # A defect here must not take the engine down: what was under way has been answered on the way out.
+                # A defect must not take the engine down: what was under way has been answered on the way out.
                 self.counters.worker_errors += 1
                 log.exception("tier worker failed; the tier is absent until it is back")
-                self._tell("absent", None)
+                self._tell("absent")
                 self._answer_all_with_nothing()
                 time.sleep(RESTART_PAUSE_S)
             finally:
@@ -283,6 +283,7 @@ class TierWorker:
                 self.counters.checksum_mismatches += 1
                 log.warning("a host block is not what was stored; it is computed again", slot_offset=block.slot_offset)
                 self._require_client().suspect([block_hash])
+                self._look_at_state()
                 break
             good.append(LoadedBlock(block.priority, block.deadline, block.on_expiry))
             self._serve_lookups()
@@ -317,33 +318,40 @@ class TierWorker:
         self._look_at_state()
 
     def _store_group(self, group: tuple[OfferedDeviceBlock, ...]) -> list[bool]:
-        """Reserve, copy, commit some blocks of a chain; which of them the tier holds, as far as that is known."""
+        """Reserve, copy, commit some blocks of a chain; which of them the tier holds, as far as that is known.
+
+        Every reservation is committed or aborted, even if its session has ended meanwhile: only then does the daemon
+        use those slots again.
+        """
         client = self._require_client()
         answers = client.reserve([_offered(block) for block in group])
-        payload = client.payload
         in_tier = [isinstance(answer, Present) for answer in answers]
         reserved = [(at, answer) for at, answer in enumerate(answers) if isinstance(answer, Reserved)]
         self.counters.store_refused += len(group) - len(reserved) - sum(in_tier)
-        if not reserved:
-            return in_tier
         copied: list[tuple[int, int, int]] = []
         try:
             for at, slot in reserved:
-                if payload is None or client.payload is not payload:
-                    break  # The slots belong to a session that is over; writing there could hit another's block.
-                started = time.monotonic()
-                checksum = store_block(self._kv, group[at].device_block, payload, slot.slot_offset, self._block_bytes)
-                self.counters.store_seconds += time.monotonic() - started
-                copied.append((at, slot.reservation, checksum))
+                payload = client.payload
+                if payload is None:
+                    break
+                copied.append((at, slot.reservation, self._copy_out(group[at], slot, payload)))
                 self._serve_urgent()
         finally:
-            if len(copied) < len(reserved) and client.payload is payload:
-                client.abort([slot.reservation for _, slot in reserved[len(copied) :]])
-        if copied and client.payload is payload:
+            left = [slot.reservation for _, slot in reserved[len(copied) :]]
+            if left:
+                client.abort(left)
+                self._look_at_state()
+        if copied:
             outcomes = client.commit([(reservation, checksum) for _, reservation, checksum in copied])
             for (at, _, _), outcome in zip(copied, outcomes, strict=False):
                 in_tier[at] = self._count_commit(outcome)
         return in_tier
+
+    def _copy_out(self, block: OfferedDeviceBlock, slot: Reserved, payload: memoryview) -> int:
+        started = time.monotonic()
+        checksum = store_block(self._kv, block.device_block, payload, slot.slot_offset, self._block_bytes)
+        self.counters.store_seconds += time.monotonic() - started
+        return checksum
 
     def _count_commit(self, outcome: str) -> bool:
         if outcome == "stored":
@@ -366,20 +374,18 @@ class TierWorker:
     # The daemon's presence. -----------------------------------------------------------------------------------------
 
     def _look_at_state(self) -> None:
+        """Called after every verb, so that no session ends unseen: one that ends within a verb leaves the client
+        absent, and only the next verb, or poll, opens another."""
         client = self._require_client()
-        self._tell(client.state, client.payload)
+        self._tell(client.state)
+        refusal = client.refusal
+        if refusal is not None and refusal != self._refusal:
+            log.warning("the cache daemon refuses this engine", reason=refusal.reason, error=refusal.message)
+        self._refusal = refusal
 
-    def _tell(self, state: TierState, payload: memoryview | None) -> None:
-        """A daemon that came back as a new session is told as gone and back: what the core believed of it is void.
-
-        A session is known by its mapping of the payload, which every new one brings.
-        """
-        before, known_payload = self._told
-        if state == before and (state != "ready" or payload is known_payload):
+    def _tell(self, state: TierState) -> None:
+        if state == self.counters.state:
             return
-        if before == "ready" and state == "ready":
-            self._answer(TierIs("absent"))
-        self._told = (state, payload if state == "ready" else None)
         self.counters.state = state
         if state == "ready":
             self.counters.sessions += 1

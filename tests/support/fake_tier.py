@@ -53,25 +53,28 @@ class FakeTier:
 
 
 class FakeTierClient:
-    """One client; `restart` gives it a new session, as a restarted daemon would."""
+    """One client; after `restart` it is absent until it polls twice, as with a restarted daemon."""
 
     def __init__(self, tier: FakeTier) -> None:
         self.tier = tier
         self.closed = False
+        self.refusal = None
         self._payload = memoryview(tier.memory)
+        self._polls_to_miss = 0
 
     def restart(self) -> None:
-        self._payload = memoryview(self.tier.memory)
+        self._polls_to_miss = 2
 
     @property
     def state(self) -> Literal["ready", "absent"]:
-        return "ready" if self.tier.is_there else "absent"
+        return "ready" if self.tier.is_there and not self._polls_to_miss else "absent"
 
     @property
     def payload(self) -> memoryview | None:
-        return self._payload if self.tier.is_there else None
+        return self._payload if self.state == "ready" else None
 
     def poll(self) -> Literal["ready", "absent"]:
+        self._polls_to_miss = max(0, self._polls_to_miss - 1)
         return self.state
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
