@@ -22,7 +22,7 @@ def _per_priority() -> list[int]:
 
 
 def _per_reason() -> dict[RefusalReason, int]:
-    return dict.fromkeys(REFUSAL_REASONS, 0)
+    return dict.fromkeys((reason for reason in REFUSAL_REASONS if reason != "absent"), 0)
 
 
 @dataclass(slots=True)

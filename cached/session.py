@@ -1,0 +1,237 @@
+"""One peer's conversation, without I/O: bytes in, frames out, and the table of what may be said when.
+
+Decides which messages are legal in which state and answers each through the tier. The server owns the socket, attaches
+the payload's descriptor where a frame asks for it, and closes the connection when a PeerError comes out of here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+from cached.errors import PeerError
+from cached.protocol import (
+    COMMIT_OUTCOMES,
+    FIRST_REFUSAL,
+    MAX_FRAME_BYTES,
+    MAX_ROWS,
+    PENDING,
+    PRESENT,
+    PROTOCOL_VERSION,
+    REFUSAL_REASONS,
+    RESERVED,
+    TABLE,
+    Abort,
+    Bye,
+    Commit,
+    CommitReply,
+    Done,
+    Drop,
+    DropReply,
+    Hello,
+    HelloRefused,
+    Lease,
+    LeaseReply,
+    Lookup,
+    LookupReply,
+    Release,
+    ReleaseReply,
+    Reserve,
+    ReserveReply,
+    Settled,
+    Stats,
+    StatsRequest,
+    Suspect,
+    Touch,
+    Welcome,
+    f64s,
+    read_u64s,
+    u32s,
+    u64s,
+)
+from cached.records import Holder
+from cached.store import Granted, Pending, Present
+from cached.tier import Admitted, NotAdmitted, Tier, TierSettings
+from cached.wire import FrameReader
+
+
+class State(Enum):
+    """Where a conversation stands."""
+
+    NEW = "new"
+    ENGINE = "engine"
+    OBSERVER = "observer"
+    CLOSED = "closed"
+
+
+LEGAL: dict[State, frozenset[type]] = {
+    State.NEW: frozenset({Hello}),
+    State.ENGINE: frozenset(
+        {Lookup, Lease, Release, Reserve, Commit, Abort, Touch, Suspect, Drop, StatsRequest, Settled, Bye}
+    ),
+    State.OBSERVER: frozenset({Drop, StatsRequest, Bye}),
+    State.CLOSED: frozenset(),
+}
+
+
+class Outgoing(NamedTuple):
+    """A frame to send; `with_payload`: together with the payload's descriptor."""
+
+    frame: bytes
+    with_payload: bool = False
+
+
+class Peer(NamedTuple):
+    """The process at the other end, as the kernel tells it."""
+
+    pid: int
+    started: int
+
+
+class Session:
+    """One peer from its first byte to its last; `end` must be called when its connection is gone."""
+
+    def __init__(self, tier: Tier, settings: TierSettings, peer: Peer) -> None:
+        self.state = State.NEW
+        self.number = 0
+        self._tier = tier
+        self._settings = settings
+        self._peer = peer
+        self._holder = Holder(peer.pid, peer.started, b"")
+        self._reader = FrameReader(MAX_FRAME_BYTES)
+        self._verbs: dict[type, Callable[[Any, float], Any]] = {
+            Hello: self._hello,
+            Lookup: self._lookup,
+            Lease: self._lease,
+            Release: self._release,
+            Reserve: self._reserve,
+            Commit: self._commit,
+            Abort: self._abort,
+            Touch: self._touch,
+            Suspect: self._suspect,
+            Drop: self._drop,
+            StatsRequest: self._stats,
+            Settled: self._settled,
+            Bye: self._bye,
+        }
+
+    def receive(self, data: bytes, now: float) -> list[Outgoing]:
+        """Act on what `data` completes; raises PeerError when the peer broke the protocol."""
+        outgoing: list[Outgoing] = []
+        for frame in self._reader.receive(data):
+            message = TABLE.decode(frame)
+            if type(message) not in LEGAL[self.state]:
+                raise PeerError(f"{type(message).__name__} is not legal in state {self.state.value}")
+            reply = self._verbs[type(message)](message, now)
+            if reply is not None:
+                with_payload = type(reply) is Welcome and reply.payload_bytes > 0
+                outgoing.append(Outgoing(TABLE.encode(reply), with_payload))
+        return outgoing
+
+    def end(self, now: float) -> bool:
+        """The connection is gone. True when the peer's process must be watched until it is gone, too: it ended
+        without a `Bye` and held something."""
+        was_engine = self.state is State.ENGINE
+        was_open = was_engine or self.state is State.OBSERVER
+        self.state = State.CLOSED
+        return was_open and self._tier.end_session(self.number, clean=False, now=now)
+
+    def _hello(self, message: Hello, now: float) -> Welcome | HelloRefused:
+        match self._tier.admit(message, self._peer.pid, self._peer.started, now):
+            case NotAdmitted(reason, text):
+                self.state = State.CLOSED
+                return HelloRefused(message.request_id, reason, text)
+            case Admitted(session, layout):
+                self.number = session
+                self.state = State.OBSERVER if layout is None else State.ENGINE
+                self._holder = Holder(self._peer.pid, self._peer.started, message.client_id)
+                arena = self._tier.arena
+                sizes = (0, 0, 0) if layout is None else (arena.slot_bytes, arena.num_slots, arena.payload_bytes)
+                ttls = self._settings.lease_ttl_s, self._settings.reservation_ttl_s
+                return Welcome(message.request_id, PROTOCOL_VERSION, session, *sizes, *ttls)
+
+    def _lookup(self, message: Lookup, now: float) -> LookupReply:
+        return LookupReply(message.request_id, self._tier.lookup(message.hashes, now))
+
+    def _lease(self, message: Lease, now: float) -> LeaseReply:
+        run = self._tier.lease(self.number, message.hashes, now)
+        if run is None:
+            return LeaseReply(message.request_id, 0, b"", b"", b"", b"", b"", b"")
+        columns = self._store.blocks
+        return LeaseReply(
+            message.request_id,
+            run.lease_id,
+            u32s(run.slots),
+            u64s([columns.generation[slot] for slot in run.slots]),
+            u64s([columns.checksum[slot] for slot in run.slots]),
+            bytes([columns.priority[slot] for slot in run.slots]),
+            f64s([columns.deadline[slot] for slot in run.slots]),
+            bytes([columns.drops[slot] for slot in run.slots]),
+        )
+
+    def _release(self, message: Release, now: float) -> ReleaseReply:
+        return ReleaseReply(message.request_id, self._store.release(self.number, message.lease_id, now))
+
+    def _reserve(self, message: Reserve, now: float) -> ReserveReply:
+        outcomes = bytearray()
+        reservations: list[int] = []
+        slots: list[int] = []
+        for decision in self._tier.reserve(self.number, message, now):
+            match decision:
+                case Granted(reservation, slot):
+                    outcomes.append(RESERVED)
+                    reservations.append(reservation)
+                    slots.append(slot)
+                case Present():
+                    outcomes.append(PRESENT)
+                case Pending():
+                    outcomes.append(PENDING)
+                case refused:
+                    outcomes.append(FIRST_REFUSAL + REFUSAL_REASONS.index(refused.reason))
+        return ReserveReply(message.request_id, bytes(outcomes), u64s(reservations), u32s(slots))
+
+    def _commit(self, message: Commit, now: float) -> CommitReply:
+        reservations, checksums = _u64_column(message.reservations), _u64_column(message.checksums)
+        if len(reservations) != len(checksums):
+            raise PeerError(f"{len(reservations)} reservations come with {len(checksums)} checksums")
+        outcomes = self._store.commit(self.number, zip(reservations, checksums, strict=True), now)
+        return CommitReply(message.request_id, bytes([COMMIT_OUTCOMES.index(each) for each in outcomes]))
+
+    def _abort(self, message: Abort, now: float) -> Done:
+        self._store.abort(self.number, _u64_column(message.reservations), now)
+        return Done(message.request_id)
+
+    def _touch(self, message: Touch, now: float) -> Done:
+        self._tier.touch(message, now)
+        return Done(message.request_id)
+
+    def _suspect(self, message: Suspect, now: float) -> Done:
+        self._tier.suspect(message.hashes)
+        return Done(message.request_id)
+
+    def _drop(self, message: Drop, now: float) -> DropReply:
+        return DropReply(message.request_id, self._tier.drop_owner(message.owner, now))
+
+    def _stats(self, message: StatsRequest, now: float) -> Stats:
+        self._tier.expire(now)
+        return Stats(message.request_id, self._tier.statistics())
+
+    def _settled(self, message: Settled, now: float) -> None:
+        self._tier.settled(self._holder)
+
+    def _bye(self, message: Bye, now: float) -> None:
+        self.state = State.CLOSED
+        self._tier.end_session(self.number, clean=True, now=now)
+
+    @property
+    def _store(self) -> Any:
+        store = self._tier.store
+        assert store is not None, "an engine's session exists only with a layout"
+        return store
+
+
+def _u64_column(column: bytes) -> list[int]:
+    if len(column) % 8 or len(column) > 8 * MAX_ROWS:
+        raise PeerError(f"{len(column)} bytes are no column of at most {MAX_ROWS} numbers")
+    return read_u64s(column).tolist()
