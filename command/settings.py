@@ -142,8 +142,9 @@ def _master_key(environ: Mapping[str, str]) -> Layer:
     """HALOCLINE_MASTER_KEY_FILE, or the credential that systemd hands in: for the store and the gateway alike."""
     file, origin = environ.get("HALOCLINE_MASTER_KEY_FILE"), "environment HALOCLINE_MASTER_KEY_FILE"
     if not file and environ.get("CREDENTIALS_DIRECTORY"):
+        # A directory that may not be entered counts as holding one: who reads the key then says what is wrong.
         credential = Path(environ["CREDENTIALS_DIRECTORY"]) / "master.key"
-        if credential.exists():
+        if os.path.lexists(credential) or not os.access(credential.parent, os.X_OK):
             file, origin = str(credential), "systemd credential master.key"
     if not file:
         return {}

@@ -29,9 +29,6 @@ mount -t tmpfs tmpfs "$base/layers"
 mkdir "$base/layers/upper" "$base/layers/work" "$base/layers/root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$base/layers/upper,workdir=$base/layers/work" "$base/layers/root"
 root=$base/layers/root
-while read -r source target; do
-  mkdir -p "$root$target"; mount --bind "$source" "$root$target"; mount -o remount,bind,ro "$root$target"
-done < "$base/binds"
 mount -t proc proc "$root/proc"
 mount -t tmpfs tmpfs "$root/run"
 mount -t tmpfs tmpfs "$root/tmp"
@@ -40,10 +37,15 @@ mount --make-rslave "$root/dev"
 mount -t tmpfs tmpfs "$root/dev/shm"
 mount -t sysfs sysfs "$root/sys"
 mount -t cgroup2 none "$root/sys/fs/cgroup"
+while read -r source target; do
+  mkdir -p "$root$target"; mount --bind "$source" "$root$target"; mount -o remount,bind,ro "$root$target"
+done < "$base/binds"
 rm -rf "$root/etc/systemd/system"
 mkdir -p "$root/etc/systemd/system"
 cp -r "$base/files/." "$root/"
-printf '[Unit]\nDefaultDependencies=no\nWants=systemd-journald.service dbus.socket\n' > "$root/etc/systemd/system/sandbox.target"
+printf '[Unit]\nDefaultDependencies=no\nWants=systemd-journald.service\n' > "$root/etc/systemd/system/sandbox.target"
+# systemd mounts credentials in a namespace of a helper's and counts on the mount to come back to its own.
+mount --make-rshared "$root"
 cd "$root"
 export container=sandbox
 exec chroot . "$systemd" --system --unit=sandbox.target --log-target=journal-or-kmsg --show-status=0
@@ -156,7 +158,12 @@ class SystemdSandbox:
         shutil.rmtree(self._base, ignore_errors=True)
 
 
-def opened_ancestors(paths: Sequence[Path]) -> list[Path]:
+def hidden_places(paths: Sequence[Path]) -> dict[Path, Path]:
+    """Binds for those of `paths` that a private /tmp, /run or /dev would hide."""
+    return {path: path for path in paths if path.parts[1] in ("tmp", "run", "dev")}
+
+
+def closed_ancestors(paths: Sequence[Path]) -> list[Path]:
     """Directories that other users have to pass to reach `paths` and cannot, such as a home directory of mode 0700."""
     found: list[Path] = []
     for path in paths:
