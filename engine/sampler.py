@@ -23,8 +23,10 @@ from engine.plan import SampleRequest
 from engine.protocol import TokenLogprob, TopLogprob
 
 _STREAM = 0x68616C6F636C696E  # Sets this use of a seed apart from any other.
-# Candidates looked at before the whole vocabulary is sorted; a row's own parameters choose, never its company.
-_FEW, _MANY = 64, 1024
+# How many of the most likely tokens are looked at before the whole vocabulary is sorted: 0.1 ms for the first size (up
+# to a 64th of the vocabulary torch keeps a heap), 0.6 for the second, 4 for all of 49,152. A row's own parameters and
+# logits choose, never its company.
+_CANDIDATES = (512, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +167,12 @@ def _candidates_of(request: SampleRequest, vocabulary: int) -> int:
     cuts_by_rank = 0 < top_k < vocabulary
     if not cuts_by_rank and top_p >= 1.0:
         return 0
-    if not cuts_by_rank:
-        return min(_MANY, vocabulary)
-    return next((size for size in (_FEW, _MANY) if top_k <= size < vocabulary), vocabulary)
+    return _more_candidates(top_k - 1 if cuts_by_rank else 0, vocabulary)
+
+
+def _more_candidates(num_candidates: int, vocabulary: int) -> int:
+    """The next larger number of candidates; at the end, all."""
+    return next((size for size in _CANDIDATES if num_candidates < size < vocabulary), vocabulary)
 
 
 def _pick(
@@ -180,19 +185,12 @@ def _pick(
     kept, complete = _keep(ranked, weights, requests)
     if num_candidates == vocabulary or complete.all():
         return _invert_by_id(kept, ids, numbers)
-    # The nucleus of some rows is larger than the candidates: those rows, and only they, are sorted in full.
-    tokens = [0] * len(requests)
-    for places, size in ((complete.nonzero(), num_candidates), ((~complete).nonzero(), vocabulary)):
-        rows = places.flatten().tolist()
-        if not rows:
-            continue
-        if size == num_candidates:
-            picked = _invert_by_id(kept[rows], ids[rows], numbers[rows])
-        else:
-            picked = _pick(weights[rows], numbers[rows], [requests[row] for row in rows], vocabulary)
-        for row, token in zip(rows, picked, strict=True):
-            tokens[row] = token
-    return tokens
+    # The nucleus of some rows is larger than the candidates: those rows, and only they, look at more.
+    done, rest = complete.nonzero().flatten().tolist(), (~complete).nonzero().flatten().tolist()
+    more = _more_candidates(num_candidates, vocabulary)
+    tokens = dict(zip(done, _invert_by_id(kept[done], ids[done], numbers[done]), strict=True))
+    tokens |= zip(rest, _pick(weights[rest], numbers[rest], [requests[row] for row in rest], more), strict=True)
+    return [tokens[row] for row in range(len(requests))]
 
 
 def _keep(

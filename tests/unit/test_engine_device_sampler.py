@@ -199,15 +199,19 @@ def test_log_probabilities_come_only_where_they_were_asked_for_and_are_always_nu
     assert all(math.isfinite(top.logprob) for top in logprobs[2].top)
 
 
-@pytest.mark.parametrize("top_k", [0, 3000])
+@pytest.mark.parametrize("top_k", [0, 15000])
 def test_a_nucleus_larger_than_the_first_candidates_is_found(top_k: int) -> None:
-    """With 5,000 equal tokens, half of the mass is 2,500 of them: more than the candidates looked at first."""
-    logits = torch.zeros(400, 5000)
+    """With 20,000 equal tokens, 0.9 of the mass is 18,000 of them, or 13,500 of 15,000: more than the candidates that
+    are looked at first, and than those looked at then. The last row has its nucleus at once."""
+    logits = torch.zeros(200, 20000)
+    logits[-1, 5] = 50.0
+    together = [_request(seed=seed, top_p=0.9, top_k=top_k) for seed in range(200)]
 
-    outcomes = sample(logits, [_request(seed=seed, top_p=0.5, top_k=top_k) for seed in range(400)], EOS)
+    outcomes = sample(logits.clone(), together, EOS)
 
-    kept = {_token(outcome) for outcome in outcomes}
-    assert len(kept) > 300
+    assert len({_token(outcome) for outcome in outcomes}) > 180
+    assert _token(outcomes[-1]) == 5
+    assert outcomes[:3] == [sample(logits[:1].clone(), [request], EOS)[0] for request in together[:3]]
 
 
 def _naive(logits: np.ndarray, request: SampleRequest) -> set[int]:
