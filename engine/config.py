@@ -44,7 +44,9 @@ class EngineConfig(BaseModel):
         default=0.9, gt=0.0, lt=1.0, description="Share of the GPU memory left free by the model that the pool takes."
     )
 
-    max_num_tokens: int = Field(default=256, ge=1, le=1 << 20, description="Tokens of one step, prefill and decode.")
+    # On two cores 128 tokens keep 92 % of the rate of 256 and halve the step, which is how long a token of another
+    # sequence, or the end of a cancelled one, may have to wait.
+    max_num_tokens: int = Field(default=128, ge=1, le=1 << 20, description="Tokens of one step, prefill and decode.")
     max_batch_size: int = Field(default=64, ge=1, le=65536, description="Sequences that run at once.")
     max_queue: int = Field(default=1024, ge=0, le=1 << 20, description="Sequences that wait; more are refused.")
 
