@@ -180,7 +180,8 @@ class BlockPool:
         to be had yet, and None means that some are on their way.
         """
         missing = count - len(self._free)
-        to_evict = missing - self._num_departing
+        # Only with `on_evict` is it worth counting on blocks that are on their way; without, nothing may change.
+        to_evict = missing - (self._num_departing if depart else 0)
         if to_evict > self._num_evictable:
             return None
         if to_evict > 0:

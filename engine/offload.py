@@ -7,7 +7,7 @@ next release offers them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from cached.keys import BlockHash
 from engine.block_pool import BlockPool
@@ -20,6 +20,26 @@ _MIN_BLOCKS_UNDER_WAY = 16
 _MAX_TICKETS = 256
 
 
+class Outbox:
+    """Tickets, and work for the tier until the shell takes it, in the order in which it was decided."""
+
+    def __init__(self) -> None:
+        self._work: list[TierWork] = []
+        self._tickets = 0
+
+    def next_ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets
+
+    def send(self, work: TierWork) -> None:
+        self._work.append(work)
+
+    def take(self) -> list[TierWork]:
+        """Everything since the last call."""
+        work, self._work = self._work, []
+        return work
+
+
 class Offloader:
     """Offers under way, by ticket, and the choice of what to offer next. A block is in one offer at most."""
 
@@ -27,13 +47,11 @@ class Offloader:
         self,
         settings: CoreSettings,
         pool: BlockPool,
-        next_ticket: Callable[[], int],
-        send: Callable[[TierWork], None],
+        outbox: Outbox,
     ) -> None:
         self._settings = settings
         self._pool = pool
-        self._next_ticket = next_ticket
-        self._send = send
+        self._outbox = outbox
         self._ready_since: float | None = None
         self._chains: dict[int, tuple[int, ...]] = {}
         self._under_way: set[int] = set()
@@ -52,17 +70,18 @@ class Offloader:
         return len(self._chains)
 
     @property
-    def is_ready(self) -> bool:
-        return self._ready_since is not None
+    def is_on(self) -> bool:
+        """Whether blocks go either way (kv-semantics 5.6)."""
+        return self._ready_since is not None and self._settings.tier_enabled and self._settings.onboard_blocks
 
     def set_ready(self, is_ready: bool, now: float) -> None:
         """A tier that comes (back) may be another one: nothing is known of it."""
-        if is_ready != self.is_ready:
+        if is_ready != (self._ready_since is not None):
             self._ready_since = now if is_ready else None
 
     def released(self, blocks: Sequence[int], now: float) -> None:
         """A sequence has released these full blocks, first to last: one `Touch`, and an offer of what is missing."""
-        if not self._is_on():
+        if not self.is_on:
             return
         offer_now = self._settings.offload_policy == "on_release"
         touched: list[int] = []
@@ -76,11 +95,11 @@ class Offloader:
             self._offer(offered, now)
         if touched:
             self.num_touches += 1
-            self._send(Touch(tuple(self._touch_of(block, now) for block in touched)))
+            self._outbox.send(Touch(tuple(self._touch_of(block, now) for block in touched)))
 
     def depart(self, block: int, now: float) -> bool:
         """A block is about to be evicted (`on_evict`): True if a copy begins, so that it cannot be reused yet."""
-        if not self._is_on() or self._pool.tree.hash_of(block) is None or not self._is_worth_it(block):
+        if not self.is_on or self._pool.tree.hash_of(block) is None or not self._is_worth_it(block):
             return False
         if self._is_known(block, now):
             return False
@@ -99,9 +118,6 @@ class Offloader:
                 self._pool.note_in_tier(block, now)
         for block in reversed(chain):
             self._pool.unhold(block)
-
-    def _is_on(self) -> bool:
-        return self.is_ready and self._settings.tier_enabled and self._settings.onboard_blocks
 
     def _is_worth_it(self, block: int) -> bool:
         return self._pool.priority(block) >= self._settings.secondary_offload_min_priority
@@ -125,14 +141,14 @@ class Offloader:
         self.num_dropped += len(blocks) - len(chain)
         if not chain:
             return False
-        ticket = self._next_ticket()
+        ticket = self._outbox.next_ticket()
         self._chains[ticket] = chain
         self._under_way.update(chain)
         for block in chain:
             self._pool.hold(block)
         self.num_offers += 1
         self.num_blocks_offered += len(chain)
-        self._send(Offer(ticket, tuple(self._offered_block(block, now) for block in chain)))
+        self._outbox.send(Offer(ticket, tuple(self._offered_block(block, now) for block in chain)))
         return True
 
     def _offered_block(self, block: int, now: float) -> OfferedDeviceBlock:

@@ -140,7 +140,7 @@ def finish(world: World) -> None:
     assert statistics.tickets_outstanding == 0
     assert statistics.blocks_idle == statistics.blocks_evictable
     assert statistics.blocks_free + statistics.blocks_idle == statistics.blocks_total
-    assert len(world.core._producers) == 0
+    assert len(world.core._roster.producers) == 0
     assert len(world.core._pool.owners) <= len(OWNERS)
 
 

@@ -184,7 +184,7 @@ def test_rule_2_3_a_block_takes_the_range_of_its_first_token(
 
     world.step()
 
-    table = world.core._running[sequence].table
+    table = world.core._roster.running[sequence].table
     assert [world.core._pool.priority(block) for block in table[: len(priorities)]] == priorities
 
 

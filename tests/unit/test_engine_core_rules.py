@@ -42,7 +42,7 @@ def test_rule_1_6_a_second_copy_of_a_block_gives_way_to_the_indexed_one() -> Non
 
     world.step()
 
-    tables = [world.core._running[each].table for each in (one, other)]
+    tables = [world.core._roster.running[each].table for each in (one, other)]
     assert tables[0][:2] == tables[1][:2]
     assert world.core._pool.ref_count(tables[0][1]) == 2
 
@@ -118,19 +118,18 @@ def test_rule_2_6_priority_and_deadline_come_back_with_a_load() -> None:
     assert world.core.next_deadline() == 1000.0 + 100.0
 
 
-def test_rule_3_2_a_chunk_publishes_its_full_blocks() -> None:
-    world = World(settings(4, 8, max_num_tokens=6))
-    producer = world.submit(range(13))
+def test_rule_3_2_a_chunk_publishes_its_full_blocks_and_nobody_waits_for_the_rest() -> None:
+    world = World(settings(4, 16, max_num_tokens=8))
+    producer = world.submit(range(50))
     world.step()
     waiter = world.submit([*range(4), 90, 91])
 
     world.step()
 
     assert world.lives[producer].first is None
-    assert world.chunks[-1] == (2, producer, 6)
-    world.step()
     assert world.lives[waiter].first is not None
     assert world.lives[waiter].first.device_tokens == 4
+    assert world.chunks[-2:] == [(2, waiter, 2), (2, producer, 6)]
 
 
 def test_rule_3_3_a_burst_computes_its_head_once() -> None:

@@ -1,0 +1,207 @@
+"""Makes the plan of one step: decodes first, then prefill chunks and admissions, within a budget of tokens.
+
+Three quarters of what decodes leave go to prefills in order of admission; a quarter goes round among the others and
+the next one waiting, so that a short prompt does not wait for the end of a long one. Never by what is cached. Who is
+next in the queue is the scheduler's choice; what a plan's result means is the core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.block_pool import BlockPool
+from engine.offload import Offloader
+from engine.onboarding import Onboarding
+from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan
+from engine.prefix_cache import Walk
+from engine.roster import Roster
+from engine.sequence import Sequence, Served, State
+from engine.stopping import is_eos_allowed
+from engine.values import CoreSettings
+
+_SHARE_OF_OTHERS = 4
+"""One part in so many of the prefill budget goes to those who are not the oldest."""
+
+
+class _Step:
+    """A plan being made."""
+
+    def __init__(self, step_id: int, budget: int) -> None:
+        self.step_id = step_id
+        self.budget = budget
+        self.chunks: list[Chunk] = []
+        self.copies: list[BlockCopy] = []
+        self.scheduled: set[Sequence] = set()
+        self.is_stalled = False  # somebody waits for blocks that are on their way
+        self.is_full = False  # the next one waiting does not fit
+
+
+class Planner:
+    """Stateless between plans but for what it shares with the core."""
+
+    def __init__(
+        self, settings: CoreSettings, pool: BlockPool, roster: Roster, onboarding: Onboarding, offloader: Offloader
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._roster = roster
+        self._cache = roster.cache
+        self._onboarding = onboarding
+        self._offloader = offloader
+
+    def make(self, step_id: int, now: float) -> StepPlan | None:
+        """The plan, with everything allocated and published that it needs; None when nothing can run."""
+        step = _Step(step_id, self._settings.max_num_tokens)
+        self._schedule_decodes(step, now)
+        prefills = self._prefills()
+        self._schedule_share(prefills, step, now)
+        for sequence in prefills:
+            self._schedule(sequence, step, step.budget)
+        self._admit(step, now, step.budget)
+        self._roster.waiting.restore_aside()
+        return StepPlan(step_id, tuple(step.copies), tuple(step.chunks)) if step.chunks else None
+
+    def is_awaited(self, walk: Walk) -> bool:
+        """Whether somebody makes the block at which the walk ends (kv-semantics 3.3)."""
+        return walk.stopped_at is not None and walk.stopped_at in self._roster.producers
+
+    # Those that run.
+
+    def _schedule_decodes(self, step: _Step, now: float) -> None:
+        for sequence in list(self._roster.running.values()):
+            # One that was preempted for an older one is no longer running when its turn comes.
+            if sequence.state is not State.RUNNING or not sequence.is_decoding or not step.budget:
+                continue
+            if self._grow(sequence, step, now):
+                self._schedule(sequence, step, 1)
+
+    def _grow(self, sequence: Sequence, step: _Step, now: float) -> bool:
+        """A block for the next token, if need be by preempting the youngest; False: not in this step."""
+        while not self._cache.grow(sequence, self._depart(now)):
+            if self._pool.num_delayed or self._onboarding.is_loading:
+                step.is_stalled = True  # Copies and loads end, so waiting is cheaper than computing again.
+                return False
+            youngest = self._roster.youngest_running()
+            # Alone it always fits: what is longer than the pool has ended before (`finish_reason`).
+            assert youngest is not sequence or len(self._roster.running) > 1
+            self._roster.preempt(youngest, now)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _prefills(self) -> list[Sequence]:
+        running = self._roster.running.values()
+        return [each for each in running if each.state is State.RUNNING and not each.is_decoding]
+
+    def _schedule_share(self, prefills: list[Sequence], step: _Step, now: float) -> None:
+        """The part of those who are not the oldest, going round from step to step; the next one waiting counts as
+        one of them. What they leave is the oldest's."""
+        share = step.budget // _SHARE_OF_OTHERS
+        if not share or not prefills:
+            return
+        others = prefills[1:]
+        rest = step.budget - share
+        turn = step.step_id % (len(others) + 1)
+        for sequence in [*others[turn:], None, *others[:turn]]:
+            room = step.budget - rest
+            if sequence is None:
+                self._admit(step, now, room)
+            else:
+                self._schedule(sequence, step, room)
+
+    def _schedule(self, sequence: Sequence, step: _Step, room: int) -> None:
+        """A chunk of at most `room` tokens, unless it has one in this step."""
+        if not room or sequence in step.scheduled:
+            return
+        start = sequence.num_computed
+        end = min(sequence.num_tokens, start + room)
+        step.budget -= end - start
+        step.scheduled.add(sequence)
+        self._cache.publish(sequence, end, is_written=False)
+        table = tuple(sequence.table[: -(-end // self._settings.tokens_per_block)])
+        sample = _sample_request(sequence) if end == sequence.num_tokens else None
+        step.chunks.append(Chunk(sequence.sequence_id, start, tuple(sequence.tokens[start:end]), table, sample))
+
+    # Those that wait.
+
+    def _admit(self, step: _Step, now: float, room: int) -> None:
+        rest = step.budget - room
+        while step.budget > rest and not (step.is_stalled or step.is_full):
+            sequence = self._roster.waiting.candidate()
+            if sequence is None or len(self._roster.running) >= self._settings.max_batch_size:
+                return
+            step.is_full = not self._try_admit(sequence, step, now, step.budget - rest)
+
+    def _try_admit(self, sequence: Sequence, step: _Step, now: float, room: int) -> bool:
+        """Admit the candidate or let it wait elsewhere; False when it needs blocks: then nobody passes it."""
+        walk = self._cache.walk(sequence)
+        if self.is_awaited(walk):
+            hashes, count = sequence.block_hashes(0), self._cache.num_servable(sequence)
+            last = self._roster.producers.last_awaited(hashes, len(walk.blocks), count)
+            self._roster.waiting.park(sequence, last)
+            return True
+        if self._onboarding.wants_lookup(sequence, walk):
+            self._onboarding.look_up(sequence, walk)
+            return True
+        num_load = self._onboarding.num_to_load(sequence, walk)
+        if num_load and not walk.is_written:
+            # What is loaded must not stand on what this step may fail to write.
+            self._roster.waiting.set_aside(sequence)
+            return True
+        if not self._has_headroom(sequence, walk):
+            return False
+        num_partial = self._take_blocks(sequence, walk, step, now, num_load)
+        if num_partial is None:
+            return False
+        self._roster.start_running(sequence, step.step_id, now)
+        if num_load:
+            self._onboarding.load(sequence, num_load)
+        else:
+            self._account(sequence, len(walk.blocks), num_partial)
+            self._schedule(sequence, step, room)
+        return True
+
+    def _take_blocks(self, sequence: Sequence, walk: Walk, step: _Step, now: float, num_load: int) -> int | None:
+        """All blocks for its tokens; how many tokens a partial match gave, None where blocks could not be had."""
+        partial = None if num_load else self._cache.partial_child(sequence, walk)
+        taken = self._cache.take(sequence, walk, partial, self._depart(now))
+        if taken is False and partial is not None:
+            partial = None  # Its source may be what has to go (kv-semantics 3.5).
+            taken = self._cache.take(sequence, walk, None, self._depart(now))
+        if taken is False:
+            return None
+        if isinstance(taken, BlockCopy):
+            step.copies.append(taken)
+        return partial.num_tokens if partial else 0
+
+    def _has_headroom(self, sequence: Sequence, walk: Walk) -> bool:
+        """A preempted sequence comes back only where it would not be preempted again at the next block."""
+        num_running = len(self._roster.running)
+        if not sequence.was_preempted or not num_running:
+            return True
+        blocks = -(-sequence.num_tokens // self._settings.tokens_per_block) - len(walk.blocks)
+        reusable = sum(map(self._pool.is_evictable, walk.blocks))
+        return self._pool.num_available - reusable >= blocks + num_running
+
+    def _account(self, sequence: Sequence, num_full: int, num_partial: int) -> None:
+        # Usage is that of the first admission; that of a loading sequence is known when the load is.
+        if sequence.served is None:
+            device = min(num_full * self._settings.tokens_per_block + num_partial, sequence.num_prompt)
+            sequence.served = Served(device, 0, num_full, num_partial > 0)
+
+    def _depart(self, now: float) -> Callable[[int], bool] | None:
+        if self._settings.offload_policy != "on_evict" or not self._offloader.is_on:
+            return None
+        return lambda block: self._offloader.depart(block, now)
+
+
+def _sample_request(sequence: Sequence) -> SampleRequest:
+    request = sequence.request
+    return SampleRequest(
+        sampling=request.sampling,
+        seed=request.seed,
+        output_index=sequence.num_output,
+        prompt=request.prompt,
+        output=tuple(sequence.tokens[sequence.num_prompt :]),
+        eos_allowed=is_eos_allowed(request.sampling, sequence.num_output),
+    )
