@@ -76,9 +76,10 @@ def run(config: EngineConfig) -> int:
 
 
 def _load(config: EngineConfig) -> tuple[ModelRunner, Rate]:
+    progress = Progress()
+    progress("loading libraries", 0.0)
     from engine.runner import load_runner  # Imports torch, which takes seconds: not before it is needed.
 
-    progress = Progress()
     runner = load_runner(config, progress)
     progress("measuring a full step", 0.0)
     return runner, warm_up(runner, config.max_num_tokens)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cached.keys import NO_OWNER
 from cached.wire import HEADER_BYTES
 from engine.client import EngineClient, EngineStream
 from engine.errors import EngineConfigError, EngineUnavailable, RequestRejected
@@ -21,6 +22,8 @@ from engine.protocol import (
     TO_GATEWAY,
     Cancel,
     Hello,
+    OwnerShare,
+    OwnerTable,
     Rejected,
     Sampling,
     Step,
@@ -28,7 +31,7 @@ from engine.protocol import (
     TokenEvent,
     Welcome,
 )
-from engine.server import bind_socket
+from engine.server import EngineServer, bind_socket
 from tests.support.fake_runner import FakeInfo, FakeRunner, expected_tokens
 from tests.support.shell import WAIT_S, Shell, is_quiet
 
@@ -452,3 +455,36 @@ async def test_the_socket_is_for_its_group_and_a_dead_engines_is_replaced_a_live
     ordinary.touch()
     with pytest.raises(EngineConfigError, match="in the way"):
         bind_socket(ordinary)
+
+
+async def test_only_this_user_root_and_users_that_are_named_may_connect() -> None:
+    async with Shell() as shell:
+        facts, inbox = shell.server.facts, shell.inbox
+        server = EngineServer(facts, inbox, tier="none", allowed_uids=frozenset({4711}))
+
+        assert all(server.may_connect(uid) for uid in (os.geteuid(), 0, 4711))
+        assert not server.may_connect(4712)
+
+
+async def test_a_peer_that_may_not_connect_is_closed_without_a_word() -> None:
+    async with Shell() as shell:
+        shell.server.may_connect = lambda uid: False  # type: ignore[method-assign]
+        raw = await RawGateway.connect(shell.socket, None)
+
+        assert await asyncio.wait_for(raw.reader.read(), WAIT_S) == b""
+        assert shell.server.counters["refused_peers"] == 1
+
+
+async def test_the_newest_owner_table_is_taken_and_an_impossible_one_is_a_breach() -> None:
+    async with Shell() as shell:
+        client = await shell.client()
+        told: list[dict[bytes, float]] = []
+        shell.core.set_weights = told.append  # type: ignore[method-assign, assignment]
+        for version, weight in ((2, 3.0), (1, 9.0)):
+            client.set_owner_table(OwnerTable(version, (OwnerShare(NO_OWNER, weight, 0, None),)))
+        await client.stats()
+        raw = await RawGateway.connect(shell.socket)
+        raw.send(OwnerTable(3, (OwnerShare(NO_OWNER, float("nan"), 0, None),)))
+
+        assert await raw.is_closed()
+        assert told == [{NO_OWNER: 3.0}]
