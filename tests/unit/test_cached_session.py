@@ -1,0 +1,191 @@
+"""The protocol of one peer, without sockets: what is legal when, and that bytes may arrive however they like."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cached.arena import Arena
+from cached.errors import PeerError
+from cached.keys import self_test_vector
+from cached.protocol import (
+    FIRST_REFUSAL,
+    MAX_HASHES,
+    NO_PARENT,
+    PROTOCOL_VERSION,
+    RESERVED,
+    TABLE,
+    Bye,
+    Commit,
+    Hello,
+    Layout,
+    Lookup,
+    Reserve,
+    Stats,
+    StatsRequest,
+    Touch,
+    f64s,
+    u32s,
+    u64s,
+)
+from cached.session import Peer, Session, State
+from cached.tier import Tier, TierSettings
+from cached.wire import HEADER_BYTES
+
+SETTINGS = TierSettings(10, 30, 60)
+LAYOUT = Layout(b"layout", 4096, 16)
+HELLO = Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), LAYOUT)
+NAME = b"n" * 32
+RESERVE = Reserve(2, NAME, NO_PARENT, u32s([1]), bytes([35]), f64s([float("inf")]), bytes(1), bytes(16))
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[Tier]:
+    arena = Arena.open(tmp_path / "arena", 2**17)
+    yield Tier(arena, SETTINGS, 1, 0.0)
+    arena.close(keep=False)
+
+
+def say(session: Session, *messages: object) -> list[object]:
+    replies = session.receive(b"".join(TABLE.encode(message) for message in messages), 0.0)
+    return [TABLE.decode(each.frame[HEADER_BYTES:]) for each in replies]
+
+
+def open_session(tier: Tier) -> Session:
+    session = Session(tier, SETTINGS, Peer(1, 1))
+    say(session, HELLO)
+    return session
+
+
+def test_a_welcome_to_an_engine_comes_with_the_payload(tier: Tier) -> None:
+    session = Session(tier, SETTINGS, Peer(1, 1))
+
+    [outgoing] = session.receive(TABLE.encode(HELLO), 0.0)
+
+    assert outgoing.with_payload
+    welcome = TABLE.decode(outgoing.frame[HEADER_BYTES:])
+    assert (welcome.slot_bytes, welcome.num_slots, welcome.payload_bytes) == (4096, 32, 2**17)
+
+
+def test_an_observer_gets_no_payload_and_may_not_store(tier: Tier) -> None:
+    session = Session(tier, SETTINGS, Peer(1, 1))
+
+    [outgoing] = session.receive(TABLE.encode(Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), None)), 0.0)
+
+    assert not outgoing.with_payload
+    assert isinstance(say(session, StatsRequest(2))[0], Stats)
+    with pytest.raises(PeerError, match="Reserve is not legal in state observer"):
+        say(session, RESERVE)
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (Hello(1, 99, bytes(16), self_test_vector(), LAYOUT), "version"),
+        (Hello(1, PROTOCOL_VERSION, bytes(16), bytes(32), LAYOUT), "hash"),
+        (Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), Layout(b"x", 2**20, 16)), "block_too_large"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_told_why(tier: Tier, hello: Hello, reason: str) -> None:
+    session = Session(tier, SETTINGS, Peer(1, 1))
+
+    [refused] = say(session, hello)
+
+    assert refused.reason == reason  # type: ignore[attr-defined]
+    assert session.state is State.CLOSED
+
+
+def test_one_byte_at_a_time_says_the_same(tier: Tier) -> None:
+    session = Session(tier, SETTINGS, Peer(1, 1))
+    stream = b"".join(TABLE.encode(message) for message in (HELLO, RESERVE, Lookup(3, NAME), Bye()))
+
+    replies = [reply for byte in stream for reply in session.receive(bytes([byte]), 0.0)]
+
+    names = [type(TABLE.decode(reply.frame[HEADER_BYTES:])).__name__ for reply in replies]
+    assert names == ["Welcome", "ReserveReply", "LookupReply"]
+    assert session.state is State.CLOSED
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Lookup(1, b"n" * 33),
+        Lookup(1, bytes(32 * (MAX_HASHES + 1))),
+        Reserve(2, NAME, NO_PARENT, u32s([1, 2]), bytes([35]), f64s([1.0]), bytes(1), bytes(16)),
+        Reserve(2, NAME, NO_PARENT, u32s([1]), bytes([101]), f64s([1.0]), bytes(1), bytes(16)),
+        Reserve(2, NAME, NO_PARENT, u32s([1]), bytes([35]), f64s([float("nan")]), bytes(1), bytes(16)),
+        Reserve(2, NAME, NAME, u32s([1]), bytes([35]), f64s([1.0]), bytes(1), bytes(16)),
+        Touch(2, NAME, bytes([35]), b"", bytes(1)),
+        Commit(2, u64s([1, 2]), u64s([1])),
+        Commit(2, b"abc", b""),
+    ],
+)
+def test_columns_that_contradict_each_other_are_the_peers_fault(tier: Tier, message: object) -> None:
+    session = open_session(tier)
+
+    with pytest.raises(PeerError):
+        say(session, message)
+
+
+def test_nothing_is_legal_before_a_hello_and_a_second_hello_never(tier: Tier) -> None:
+    with pytest.raises(PeerError, match="Lookup is not legal in state new"):
+        say(Session(tier, SETTINGS, Peer(1, 1)), Lookup(1, NAME))
+    with pytest.raises(PeerError, match="Hello is not legal in state engine"):
+        say(open_session(tier), HELLO)
+
+
+def test_the_end_of_a_session_undoes_what_it_reserved(tier: Tier) -> None:
+    session = open_session(tier)
+    [reply] = say(session, RESERVE)
+    assert reply.outcomes == bytes([RESERVED])  # type: ignore[attr-defined]
+
+    assert session.end(0.0) is True
+
+    assert tier.store is not None
+    assert len(tier.store.blocks.index) == 0
+    tier.store.check_invariants()
+
+
+def test_an_orphan_is_refused_by_name(tier: Tier) -> None:
+    session = open_session(tier)
+    orphan = Reserve(2, NAME, b"p" * 32, u32s([1]), bytes([35]), f64s([1.0]), bytes(1), bytes(16))
+
+    [reply] = say(session, orphan)
+
+    assert reply.outcomes == bytes([FIRST_REFUSAL])  # type: ignore[attr-defined]
+
+
+def fuzz(tier: Tier, frames: int, seed: int) -> None:
+    dice = random.Random(seed)
+    good = [
+        TABLE.encode(each) for each in (HELLO, RESERVE, Lookup(3, NAME), Touch(4, b"", b"", b"", b""), StatsRequest(5))
+    ]
+    session = Session(tier, SETTINGS, Peer(1, 1))
+    for _ in range(frames):
+        data = bytearray(dice.choice(good))
+        for _ in range(dice.randrange(4)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        try:
+            session.receive(bytes(data[: dice.randrange(1, len(data) + 1)] if dice.random() < 0.1 else data), 0.0)
+        except PeerError:
+            session.end(0.0)
+            for number in tier.quarantined():
+                tier.process_gone(number)
+            session = Session(tier, SETTINGS, Peer(1, 1))
+        if session.state is State.CLOSED:
+            session = Session(tier, SETTINGS, Peer(1, 1))
+    if tier.store is not None:
+        tier.store.check_invariants()
+
+
+def test_mutated_frames_end_the_session_and_nothing_else(tier: Tier) -> None:
+    fuzz(tier, 3000, seed=random.SystemRandom().randrange(10**6))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_million_mutated_frames_end_sessions_and_nothing_else(tier: Tier) -> None:
+    fuzz(tier, 1_000_000, seed=random.SystemRandom().randrange(10**6))
