@@ -338,6 +338,7 @@ class World:
         busy = {block for load in self.loads for _, block in load.blocks}
         offered = {block.device_block for offer in self.offers for block in offer.chain}
         written: dict[tuple[int, int], int] = {}
+        self._check_nothing_is_made_twice(plan)
         sources = {copy.source for copy in plan.copies}
         for copy in plan.copies:
             assert copy.target not in busy | offered | sources
@@ -387,6 +388,22 @@ class World:
             if chunk.sequence_id in fail:
                 self._scribble_chunk(chunk.start, len(chunk.tokens), chunk.block_table)
         return sampled
+
+    def _check_nothing_is_made_twice(self, plan: StepPlan) -> None:
+        """Rule 3.3, as far as one step shows it: a block of one prompt that another may be served is made once."""
+        if not self.config.enable_block_reuse:
+            return
+        made: dict[BlockHash, int] = {}
+        for chunk in plan.chunks:
+            request = self.lives[chunk.sequence_id].request
+            end = min(chunk.start + len(chunk.tokens), len(request.prompt))
+            hashes = block_hashes(namespace(FINGERPRINT, request.cache_salt), request.prompt[:end], self.size)
+            for place in range(-(-chunk.start // self.size), len(hashes)):
+                is_servable = (place + 1) * self.size < len(request.prompt)
+                assert not (is_servable and hashes[place] in made), (
+                    f"sequence {chunk.sequence_id} makes block {place} that {made[hashes[place]]} makes"
+                )
+                made[hashes[place]] = chunk.sequence_id
 
     def _scribble(self, plan: StepPlan) -> None:
         for copy in plan.copies:

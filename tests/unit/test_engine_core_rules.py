@@ -6,7 +6,8 @@ import pytest
 
 from cached.keys import OwnerId
 from cached.retention import Retention, RetentionConfig, TokenRange
-from engine.events import Removed, Stored, Updated
+from engine.events import Created, EventRing, Lost, Removed, Stored, Updated
+from engine.plan import Sampled, StepResult
 from engine.protocol import Sampling
 from engine.values import Refused
 from tests.support.engine_world import EOS, World, at, expected_output, ranges, settings
@@ -477,3 +478,74 @@ def test_signals_for_unknown_sequences_are_ignored() -> None:
     world.core.offered(99, 0.0)
 
     assert not world.core.has_work()
+
+
+def test_what_a_failed_sequence_computed_before_is_not_found_either() -> None:
+    world = World(settings(4, 16, max_num_tokens=8))
+    sequence = world.submit(range(13))
+    world.step()
+    world.start_step()
+
+    world.finish_step(fail=(sequence,))
+
+    assert world.core.statistics().blocks_free == 16
+    assert world.lives[sequence].error == "NaN"
+
+
+def test_a_chunk_without_a_token_ends_its_sequence_and_no_other() -> None:
+    world = World(settings(4, 16))
+    one, other = world.submit(range(5)), world.submit(range(50, 55))
+    plan = world.start_step()
+    assert plan is not None
+    world.outstanding = None
+
+    outputs = world.core.complete(plan, StepResult(plan.step_id, (Sampled(other, 7, None),)), world.now)
+
+    assert [(each.sequence_id, each.finish) for each in outputs] == [(one, "error"), (other, "length")]
+
+
+def test_statistics_count_where_prompts_came_from() -> None:
+    world = World(settings(4, 16))
+    world.ask(range(10))
+    world.ask(range(10))
+
+    statistics = world.core.statistics()
+
+    assert (statistics.tokens_prompt, statistics.tokens_device, statistics.tokens_computed) == (20, 9, 11)
+    assert (statistics.blocks_reused_full, statistics.blocks_reused_partial, statistics.blocks_missed) == (2, 1, 3)
+
+
+def test_a_consumer_that_fell_behind_is_told_so() -> None:
+    ring = EventRing(2, "first")
+    ring.append([Created((("device", each),)) for each in range(3)])
+
+    assert ring.read(0, 10) == Lost(1)
+    seen = ring.read(1, 10)
+    assert isinstance(seen, list)
+    assert [event.event_id for event in seen] == [1, 2]
+    assert ring.read(3, 10) == []
+
+
+def test_replaying_the_events_gives_the_index() -> None:
+    world = World(settings(4, 6))
+    for start in (0, 100, 0, 200, 300):
+        world.ask(range(start, start + 13), max_tokens=4, retention=at(start % 97))
+    index: dict[bytes, int] = {}
+    for event in world.events:
+        match event:
+            case Stored(parent_hash, blocks):
+                assert parent_hash is None or parent_hash in index
+                index.update((block.block_hash, block.priority) for block in blocks)
+            case Removed(hashes):
+                for block_hash in hashes:
+                    del index[block_hash]
+            case Updated(block_hash, _, old, new):
+                assert index[block_hash] == old
+                index[block_hash] = new
+
+    pool = world.core._pool
+    assert index == {
+        pool.tree.hash_of(block): pool.priority(block)
+        for block in pool.tree.indexed()
+        if pool.tree.hash_of(block) is not None
+    }
