@@ -210,14 +210,12 @@ def _num_blocks(config: EngineConfig, layout: BlockLayout, device: torch.device)
     else:
         wanted = config.device_cache_size or DEFAULT_CPU_POOL_BYTES
         memory = available_memory()
-        if memory is None:
-            limit, source = wanted, "unknown"
-        else:
-            limit, source = memory.available_bytes - _WORKING_BYTES, memory.source
+        limit = memory.available_bytes - _WORKING_BYTES if memory is not None else wanted
+        source = f"{memory.source}, less {_WORKING_BYTES} bytes to work with" if memory is not None else ""
     if wanted > limit:
         raise EngineConfigError(
-            f"device_cache_size: the KV pool wants {wanted} bytes and {max(0, limit)} can be had ({source}, "
-            f"less {_WORKING_BYTES} bytes to work with); set device_cache_size to less"
+            f"device_cache_size: the KV pool wants {wanted} bytes and {max(0, limit)} can be had ({source}); "
+            "set device_cache_size to less"
         )
     num_blocks = wanted // layout.block_bytes
     if num_blocks < 2:

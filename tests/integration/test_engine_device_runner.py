@@ -6,6 +6,7 @@ import engine.environment  # isort: skip
 
 import dataclasses
 import itertools
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -153,6 +154,16 @@ def test_a_step_without_a_sample_gives_no_token(tmp_path: Path) -> None:
     result = runner.execute(StepPlan(4, (), (Chunk(1, 0, (1, 2, 3), (0,), None),)), lambda: False)
 
     assert (result.step_id, result.sampled, result.failed, result.aborted) == (4, (), (), False)
+
+
+def test_the_ends_of_turns_of_a_chat_model_are_known(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    generation = json.loads((directory / "generation_config.json").read_text())
+    (directory / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [2, 7]}))
+
+    assert _runner(tmp_path / "1", directory).info.eos_token_ids == (2, 7)
+    (directory / "generation_config.json").unlink()
+    assert _runner(tmp_path / "2", directory).info.eos_token_ids == (2,)
 
 
 def test_another_data_type_is_another_layout(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import (
 
 VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
-FAMILIES = ("llama", "llama_mha", "llama_rope3", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "llama_mha", "llama_rope3", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3")
 
 
 def write_tiny_model(directory: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
@@ -57,6 +57,14 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
             rope = {
                 "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            }  # fmt: skip
+            return LlamaConfig(**shared | {"rope_parameters": rope} | overrides)
+        case "llama_linear":
+            rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+            return LlamaConfig(**shared | {"rope_parameters": rope} | overrides)
+        case "llama_yarn":
+            rope = {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64
             }  # fmt: skip
             return LlamaConfig(**shared | {"rope_parameters": rope} | overrides)
         case "mistral":
