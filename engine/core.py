@@ -90,12 +90,12 @@ class EngineCore:
             submitted_at=now,
         )
         self._roster.sequences[request.sequence_id] = sequence
-        # The tier is asked at once, so that its answer is there when the request's turn comes.
-        walk = self._cache.walk(sequence)
-        if not self._planner.is_awaited(walk) and self._onboarding.wants_lookup(sequence, walk):
-            self._onboarding.look_up(sequence, walk)
-        else:
-            self._roster.waiting.push(sequence)
+        self._roster.waiting.push(sequence)
+        if self._offloader.is_on:
+            # The tier is asked at once, so that its answer is there when the request's turn comes.
+            walk = self._cache.walk(sequence)
+            if not self._planner.is_awaited(walk) and self._onboarding.wants_lookup(sequence, walk):
+                self._onboarding.look_up(sequence, walk)
         return Queued()
 
     def cancel(self, sequence_id: int, now: float) -> None:
