@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
+import numpy as np
 import pytest
 
 from engine.client import EngineClient
@@ -121,6 +123,42 @@ async def test_the_gateway_hears_when_the_tier_goes_and_comes() -> None:
         tier.is_there = True
 
         await ready(client)
+
+
+def slow_copies(runner: FakeRunner) -> FakeRunner:
+    """Every copy takes a while in its middle: a step that touches a block under way gets half of something else."""
+    kv, half = runner.kv, runner.info.block_bytes // 2
+
+    def read_block(block_id: int, out: memoryview) -> None:
+        out[:half] = kv.rows[block_id, :half].tobytes()
+        time.sleep(0.001)
+        out[half:] = kv.rows[block_id, half:].tobytes()
+
+    def write_block(block_id: int, data: memoryview) -> None:
+        kv.rows[block_id, half:] = np.frombuffer(data[half:], np.uint8)
+        time.sleep(0.001)
+        kv.rows[block_id, :half] = np.frombuffer(data[:half], np.uint8)
+
+    kv.read_block, kv.write_block = read_block, write_block  # type: ignore[method-assign]
+    return runner
+
+
+async def test_copies_that_take_long_never_meet_a_step_that_uses_their_block() -> None:
+    """The kind of defect by which other systems answered wrongly under load: stores that read what is still being
+    written, loads into what is still being read."""
+    tier = FakeTier(4096, SMALL.block_bytes)
+    async with tiered(tier, slow_copies(FakeRunner(FakeInfo(num_blocks=24)))) as shell:
+        client = await shell.client()
+        await ready(client)
+
+        for group in range(15):
+            await asyncio.gather(*(run(client, prompt_of((group + at) % 9, 20 + at % 4 * 9), 5) for at in range(8)))
+
+        figures = await shell.until(is_quiet)
+        assert figures["core"]["blocks_loaded"] > 0
+        assert figures["core"]["blocks_load_failed"] == 0
+        assert figures["tier"]["store_blocks"] > 0
+        shell.core.check_invariants()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -70,9 +70,11 @@ async def until_served_from_host(client: EngineClient, shell: Shell, prompt: lis
                 await run(client, prompt_of(seed, 40))
 
 
-def held_by_engines(daemon: Daemon) -> tuple[object, ...]:
-    figures = daemon.stats()
-    return figures["leased"], figures["reserved"], figures["waiting"], figures["quarantined"]
+async def until_nothing_is_held(daemon: Daemon) -> None:
+    """No lease, no reservation, no quarantine: a session that was lost to a late answer is settled by the next one."""
+    async with asyncio.timeout(WAIT_S):
+        while any(daemon.stats()[name] for name in ("leased", "reserved", "waiting", "quarantined")):
+            await asyncio.sleep(0.02)
 
 
 async def test_a_new_engine_is_served_what_a_former_one_computed(daemon: Daemon) -> None:
@@ -91,7 +93,7 @@ async def test_a_new_engine_is_served_what_a_former_one_computed(daemon: Daemon)
 
         assert again.host_tokens == 32
         await shell.until(is_quiet)
-        assert held_by_engines(daemon) == (0, 0, 0, 0)
+        await until_nothing_is_held(daemon)
 
 
 async def test_a_daemon_that_hangs_is_absent_requests_go_on_and_it_comes_back(daemon: Daemon) -> None:
@@ -115,7 +117,10 @@ async def test_a_daemon_that_hangs_is_absent_requests_go_on_and_it_comes_back(da
         await shell.until(is_quiet)
 
 
-async def test_a_daemon_killed_and_replaced_under_load_fails_no_request_and_serves_again(daemon: Daemon) -> None:
+@pytest.mark.parametrize("num_restarts", [3, pytest.param(50, marks=pytest.mark.long)])
+async def test_a_daemon_killed_and_replaced_under_load_fails_no_request_and_serves_again(
+    daemon: Daemon, num_restarts: int
+) -> None:
     prompt = prompt_of(3, 33)
     async with tiered(daemon) as shell:
         client = await shell.client()
@@ -132,7 +137,7 @@ async def test_a_daemon_killed_and_replaced_under_load_fails_no_request_and_serv
             return count
 
         loads = [asyncio.create_task(load(100 * number)) for number in range(4)]
-        for _ in range(3):
+        for _ in range(num_restarts):
             daemon.kill()
             await asyncio.to_thread(daemon.start)
             await until_tier(client, "ready")
@@ -180,6 +185,6 @@ async def test_five_hundred_requests_half_cancelled_leave_no_lease_no_reservatio
         await asyncio.gather(*(one(number) for number in range(500)))
 
         await shell.until(is_quiet)
-        assert held_by_engines(daemon) == (0, 0, 0, 0)
+        await until_nothing_is_held(daemon)
         assert len(os.listdir("/proc/self/fd")) == fds_before
         shell.core.check_invariants()
