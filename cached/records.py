@@ -13,6 +13,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from cached.protocol import Layout
+from cached.retention import MAX_PRIORITY
 
 TABLE_VERSION = 1
 HEADER_BYTES = 4096
@@ -90,7 +91,7 @@ def unpack(slot: int, data: bytes) -> StoredRecord | Holder | None:
     state, drops, priority, namespace, length, key, parent, owner, deadline, checksum, generation, tick = (
         _BODY.unpack_from(data)
     )
-    if state == _STORED:
+    if state == _STORED and priority <= MAX_PRIORITY:
         return StoredRecord(
             key, parent, namespace, priority, deadline, bool(drops), owner, length, checksum, generation, tick
         )

@@ -120,6 +120,8 @@ class Server:
         now = boottime()
         self.tier.expire(now)
         self._verify_some()
+        if self._watched:
+            self._unwatch_settled()
         if self._accept_again_at is not None and now >= self._accept_again_at:
             self._resume_accepting()
         for connection in [c for c in self._connections.values() if c.session.state is State.NEW and c.hello_by <= now]:
@@ -255,6 +257,8 @@ class Server:
             os.close(pidfd)
 
     def _process_died(self, connection: Connection) -> None:
+        if connection.pidfd is None or not _has_ended(connection.pidfd):
+            return
         # Its socket may be open in a child it forked; the session is the process's, and ends with it. What it sent
         # before it died is still acted on, so that an acknowledged abort or bye counts.
         self._serve(connection, select.EPOLLIN)
@@ -269,7 +273,18 @@ class Server:
         self._watch(pidfd, lambda _events: self._former_gone(pidfd))
 
     def _former_gone(self, pidfd: int) -> None:
-        self.tier.process_gone(self._watched.pop(pidfd))
+        if _has_ended(pidfd):
+            self.tier.process_gone(self._watched[pidfd])
+            self._unwatch(pidfd)
+
+    def _unwatch_settled(self) -> None:
+        """Watch nobody whose session has been settled otherwise, so that a peer's reconnects cost no descriptors."""
+        waiting = self.tier.quarantined()
+        for pidfd in [pidfd for pidfd, session in self._watched.items() if session not in waiting]:
+            self._unwatch(pidfd)
+
+    def _unwatch(self, pidfd: int) -> None:
+        del self._watched[pidfd]
         self._forget(pidfd)
         os.close(pidfd)
 
@@ -355,6 +370,13 @@ def _open_process(pid: int) -> int | None:
         return os.pidfd_open(pid) if pid > 0 else None
     except OSError:
         return None
+
+
+def _has_ended(pidfd: int) -> bool:
+    """Ask again: within one turn of the loop the number of a closed descriptor may have become another's."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _refuse(sock: socket.socket, reason: str, message: str) -> None:

@@ -32,6 +32,7 @@ from cached.retention import MAX_PRIORITY
 from cached.store import BlockStore, Decision, LeasedRun, Offer, Records, Refused, Retouch, Unverified
 
 MAX_BLOCK_BYTES = 2**32
+MAX_TOKENS_PER_BLOCK = 2**16
 
 
 class Arena(Records, Protocol):
@@ -98,6 +99,7 @@ class Tier:
         self._engines: set[int] = set()
         self._observers: set[int] = set()
         self._last_seen = now
+        self._published = 0
         if arena.layout is not None:
             self._take_over(now)
 
@@ -155,7 +157,9 @@ class Tier:
     def allocated(self) -> None:
         """More of the arena's memory is there."""
         if self.store is not None:
-            self.store.publish(0, self.arena.allocated_slots)
+            end = self.arena.allocated_slots
+            self.store.publish(self._published, end)
+            self._published = end
 
     # --- Verbs ----------------------------------------------------------------------------------------------
 
@@ -227,6 +231,8 @@ class Tier:
         """Make the arena fit `layout`, or say why it does not."""
         if not 0 < len(layout.fingerprint) <= MAX_FINGERPRINT_BYTES or not 0 < layout.block_bytes <= MAX_BLOCK_BYTES:
             raise PeerError("a layout needs a fingerprint of 1 to 64 bytes and a block of 1 byte to 4 GiB")
+        if not 0 < layout.tokens_per_block <= MAX_TOKENS_PER_BLOCK:
+            raise PeerError(f"a layout of {layout.tokens_per_block} tokens a block is none")
         if self.arena.layout == layout:
             return None
         if self.arena.slots_for(layout) == 0:
@@ -291,6 +297,7 @@ class Tier:
     def _new_store(self) -> BlockStore:
         layout = self.arena.layout
         assert layout is not None
+        self._published = 0
         ttls = self._settings.lease_ttl_s, self._settings.reservation_ttl_s
         return BlockStore(self.arena.num_slots, layout.block_bytes, self.arena, *ttls, first_id=self._first_id)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -368,6 +369,44 @@ def test_quarantine_outlives_a_kill_of_the_daemon_and_ends_when_the_engine_says_
 
     assert client.commit([(number, 1) for number in numbers]) == ["expired"] * 3
     wait_until(lambda: client.poll() == "ready" and daemon.stats()["quarantined"] == 0)
+
+
+def test_engines_that_come_and_die_cost_the_daemon_no_descriptor(daemon: Daemon) -> None:
+    assert daemon.process is not None
+    folder = f"/proc/{daemon.process.pid}/fd"
+    client = daemon.client()
+    client.lookup(chain("x", 1))
+    before = len(os.listdir(folder))
+
+    for number in range(4):
+        outcomes = client.reserve(offers(chain(number, 1)))
+        client._lose(is_breach=False)
+        wait_until(lambda: client.poll() == "ready")
+        client.commit([(each.reservation, 1) for each in outcomes if isinstance(each, Reserved)])
+    for number in range(3):
+        killed = peer(daemon, f"client.reserve(offers(chain('killed {number}', 2))); os.kill(os.getpid(), 9)")
+        killed.wait()
+
+    wait_until(lambda: daemon.stats()["quarantined"] == 0)
+    client.lookup(chain("x", 1))
+    wait_until(lambda: len(os.listdir(folder)) == before)
+
+
+def test_metrics_are_served_where_asked(directory: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    daemon = Daemon(directory, metrics_listen=f"127.0.0.1:{port}")
+    daemon.start()
+    store(daemon.client(), chain("measured", 3))
+
+    def served() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            return answer.read().decode()
+
+    wait_until(lambda: "halocline_tier_host_stored_total 3.0" in served())
+    assert daemon.stop() == 0
+    daemon.close()
 
 
 def test_a_clean_goodbye_needs_no_quarantine(daemon: Daemon) -> None:

@@ -98,6 +98,16 @@ def test_a_peer_that_does_not_fit_is_told_why(tier: Tier, hello: Hello, reason: 
     assert session.state is State.CLOSED
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(b"", 4096, 16), Layout(b"x" * 65, 4096, 16), Layout(b"x", 0, 16), Layout(b"x", 4096, -1)]
+)
+def test_a_layout_that_is_none_is_the_peers_fault(tier: Tier, layout: Layout) -> None:
+    session = Session(tier, SETTINGS, Peer(1, 1))
+
+    with pytest.raises(PeerError, match="layout"):
+        say(session, Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), layout))
+
+
 def test_one_byte_at_a_time_says_the_same(tier: Tier) -> None:
     session = Session(tier, SETTINGS, Peer(1, 1))
     stream = b"".join(TABLE.encode(message) for message in (HELLO, RESERVE, Lookup(3, NAME), Bye()))
