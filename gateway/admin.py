@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -18,10 +19,11 @@ from gateway.config import TcpAddress, UnixAddress
 from gateway.engines import Engines
 from gateway.errors import GatewayConfigError
 from gateway.metrics import GatewayMetrics
+from gateway.middleware import add_common_headers, envelope
 from gateway.responses import json_response
 
 
-def admin_app(metrics: GatewayMetrics, engines: Engines) -> web.Application:
+def admin_app(metrics: GatewayMetrics, engines: Engines, log: Any) -> web.Application:
     """The routes of the admin listener."""
 
     async def show_metrics(request: web.Request) -> web.Response:
@@ -31,7 +33,8 @@ def admin_app(metrics: GatewayMetrics, engines: Engines) -> web.Application:
     async def healthz(request: web.Request) -> web.Response:
         return json_response({"status": "ok"})
 
-    app = web.Application()
+    app = web.Application(middlewares=[envelope(metrics, log)])
+    app.on_response_prepare.append(add_common_headers)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/healthz", healthz)
     return app

@@ -55,9 +55,11 @@ class GatewayServer:
         handlers = Handlers(config, self.engines, self.inflight, ping_interval_s)
         self._app = tenant_app(config, handlers, authenticate, self.metrics, self.inflight, log)
         self._runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
-        self._admin_runner = web.AppRunner(admin_app(self.metrics, self.engines), shutdown_timeout=CLOSE_TIMEOUT_S)
+        operators_app = admin_app(self.metrics, self.engines, log)
+        self._admin_runner = web.AppRunner(operators_app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         self._socket: socket.socket | None = None
         self._server: asyncio.AbstractServer | None = None
+        self._admin_server: asyncio.AbstractServer | None = None
         self._admin_path: Path | None = None
 
     @property
@@ -78,13 +80,9 @@ class GatewayServer:
         """Engine link first, then the operator's listener, then the tenants'."""
         await self.engines.start()
         await self._start_admin()
-        await self._runner.setup()
-        server = self._runner.server
-        assert isinstance(server, web.Server), "setup made it"
-        factory = ConnectionFactory(server, ConnectionSettings.of(self.config), self.metrics, self._log)
         listener = bind_tcp(parse_tcp(self.config.listen), "listen")
         self._socket = listener
-        self._server = await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=BACKLOG)
+        self._server = await self._listen(self._runner, listener, "tenants")
 
     async def stop(self) -> None:
         """Drain and close, in the reverse order: nobody new, the running ones to their end or their error event."""
@@ -94,6 +92,8 @@ class GatewayServer:
         num_interrupted = await self.inflight.finish(self.config.drain_timeout_s)
         self._log.info("drained", interrupted=num_interrupted)
         await self._runner.cleanup()
+        if self._admin_server is not None:
+            self._admin_server.close()
         await self._admin_runner.cleanup()
         if self._admin_path is not None:
             self._admin_path.unlink(missing_ok=True)
@@ -104,8 +104,18 @@ class GatewayServer:
         listener = bind_admin(address)
         if isinstance(address, UnixAddress):
             self._admin_path = Path(address.path)
-        await self._admin_runner.setup()
-        await web.SockSite(self._admin_runner, listener).start()
+        self._admin_server = await self._listen(self._admin_runner, listener, "admin")
+
+    async def _listen(self, runner: web.AppRunner, listener: socket.socket, name: str) -> asyncio.AbstractServer:
+        """Serve an application on a bound socket, over our own connections instead of aiohttp's."""
+        await runner.setup()
+        server = runner.server
+        assert isinstance(server, web.Server), "setup made it"
+        factory = ConnectionFactory(server, ConnectionSettings.of(self.config), self.metrics, self._log, name)
+        loop = asyncio.get_running_loop()
+        if listener.family == socket.AF_UNIX:
+            return await loop.create_unix_server(factory, sock=listener, backlog=BACKLOG)
+        return await loop.create_server(factory, sock=listener, backlog=BACKLOG)
 
     async def __aenter__(self) -> GatewayServer:
         try:

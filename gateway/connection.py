@@ -7,6 +7,7 @@ silence about the offending bytes. Deadlines end with the headers; a body has it
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ from gateway.responses import common_headers, error_response, raw_error
 
 LINGERING_S: Final = 5.0
 """How long the rest of a refused body is read and thrown away, so that its sender gets to read the refusal."""
+
+STALL_MS: Final = 60_000
 
 _UNPARSABLE: Final = Problem(400, INVALID, "invalid_http", "The request is not valid HTTP.")
 _HEADERS_TOO_LARGE: Final = Problem(431, INVALID, "headers_too_large", "The request's line or headers are too large.")
@@ -45,12 +48,29 @@ class ConnectionSettings:
 class ConnectionFactory:
     """Makes the protocol of each accepted connection; give it to `loop.create_server`."""
 
-    def __init__(self, server: web.Server, settings: ConnectionSettings, metrics: GatewayMetrics, log: Any) -> None:
+    def __init__(
+        self,
+        server: web.Server,
+        settings: ConnectionSettings,
+        metrics: GatewayMetrics,
+        log: Any,
+        listener: str = "tenants",
+    ) -> None:
         self.settings = settings
         self.metrics = metrics
         self.log = log
-        self.num_open = 0
+        self._gauge = metrics.connections.labels(listener)
+        self._num_open = 0
         self._server = server
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_open >= self.settings.max_connections
+
+    def count(self, change: int) -> None:
+        """One more, or one less."""
+        self._num_open += change
+        self._gauge.set(self._num_open)
 
     def __call__(self) -> Connection:
         return Connection(self, self._server)
@@ -77,15 +97,15 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         factory = self._factory
-        if factory.num_open >= factory.settings.max_connections:
+        if factory.is_full:
             factory.metrics.connections_refused.inc()
             assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
             transport.write(raw_error(_FULL, new_request_id()))
             transport.close()
             return
-        factory.num_open += 1
-        factory.metrics.connections.set(factory.num_open)
+        factory.count(+1)
         self._is_counted = True
+        _abandon_stalled(transport)
         super().connection_made(transport)
         self._arm_header_timer()
 
@@ -93,8 +113,7 @@ class Connection(web.RequestHandler):
         self._disarm_header_timer()
         if self._is_counted:
             self._is_counted = False
-            self._factory.num_open -= 1
-            self._factory.metrics.connections.set(self._factory.num_open)
+            self._factory.count(-1)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -174,3 +193,10 @@ class Connection(web.RequestHandler):
             return
         trace = logs.where(error) if isinstance(error, BaseException) else []
         self._factory.log.error(event, where=trace, **fields)
+
+
+def _abandon_stalled(transport: asyncio.BaseTransport) -> None:
+    """Let the kernel end a connection whose peer has taken nothing for `STALL_MS`; whole answers have no other limit."""
+    link = transport.get_extra_info("socket")
+    if link is not None and link.family in (socket.AF_INET, socket.AF_INET6):
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_MS)

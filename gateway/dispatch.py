@@ -118,6 +118,11 @@ class Generation:
             made.append(Choice(index, "".join(texts[index]), tuple(scored[index]), finish))
         return made
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine has given a first token, so that there is something to count."""
+        return any(sequence.first is not None for sequence in self._sequences)
+
     def usage(self) -> Usage:
         """What has been used so far; after the last delta, in all."""
         return total(

@@ -11,6 +11,7 @@ from typing import Final
 
 INVALID: Final = "invalid_request_error"
 DEFAULT_RETRY_AFTER_S: Final = 1
+MAX_MESSAGE_CHARS: Final = 500
 
 
 class GatewayError(Exception):
@@ -43,7 +44,9 @@ class ApiError(GatewayError):
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """400: the request can never succeed as it stands."""
-    return ApiError(Problem(400, INVALID, code, message, param))
+    # Some messages quote what was sent; an answer is never as long as a question can be.
+    shown = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
+    return ApiError(Problem(400, INVALID, code, shown, param))
 
 
 def unsupported(param: str, what: str) -> ApiError:

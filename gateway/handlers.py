@@ -84,7 +84,7 @@ class Handlers:
             engine = await self._engines.ready()
             chat = parse_chat(body, self._limits(engine))
             self._check_model(request, chat.model)
-            tokens = await engine.text.encode_chat(chat.messages)
+            tokens = await engine.text.encode_chat(chat.messages, engine.info.max_prompt_tokens)
             work = self._work(request, engine, [tokens], chat.options, "messages")
             renderer = ChatRenderer(
                 self._envelope("chatcmpl", engine),
@@ -99,10 +99,7 @@ class Handlers:
             engine = await self._engines.ready()
             completion = parse_completion(body, self._limits(engine))
             self._check_model(request, completion.model)
-            tokens = [
-                await engine.text.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-                for prompt in completion.prompts
-            ]
+            tokens = await engine.text.encode_prompts(completion.prompts, engine.info.max_prompt_tokens)
             work = self._work(request, engine, tokens, completion.options, "prompt")
             echoes = [
                 prompt if isinstance(prompt, str) else engine.text.decode(prompt)
@@ -163,7 +160,8 @@ class Handlers:
                 return await self._stream(request, generation, len(work.plans), renderer)
             return await self._whole(request, generation, renderer)
         finally:
-            record.usage = generation.usage()
+            if generation.has_begun:
+                record.usage = generation.usage()
 
     async def _whole(self, request: web.Request, generation: Generation, renderer: Renderer) -> web.StreamResponse:
         async with generation:

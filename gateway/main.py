@@ -50,7 +50,10 @@ async def _serve(config: GatewayConfig, watcher: SnapshotWatcher, log: structlog
     server = GatewayServer(config, lambda text, now: watcher.current.authenticate(text, now), log)
     async with server:
         log.info("listening", port=server.port, admin=config.admin_listen)
+        server.metrics.tenants_age.set_function(lambda: watcher.age_s)
         announcing = loop.create_task(_announce(server, manager, log))
+        # It fails when the engine's model has no tokenizer that could be read: then this start is impossible.
+        announcing.add_done_callback(lambda task: None if task.cancelled() or not task.exception() else stopping.set())
         await stopping.wait()
         announcing.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -30,7 +30,7 @@ class GatewayMetrics:
         )
         self.inflight = Gauge("halocline_gateway_inflight", "Generations that are running.", registry=self.registry)
         self.connections = Gauge(
-            "halocline_gateway_connections", "Open connections of tenants.", registry=self.registry
+            "halocline_gateway_connections", "Open connections by listener.", ["listener"], registry=self.registry
         )
         self.connections_refused = Counter(
             "halocline_gateway_connections_refused", "Connections over max_connections.", registry=self.registry
@@ -61,6 +61,11 @@ class GatewayMetrics:
             "From the request's arrival to the end of its answer.",
             ["route"],
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.tenants_age = Gauge(
+            "halocline_gateway_tenants_age_seconds",
+            "Since the tenant store last confirmed that the keys in memory are its newest.",
             registry=self.registry,
         )
         self.engine_connected = Gauge(

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway import errors, logs
-from gateway.errors import ApiError
+from gateway.errors import ApiError, GatewayConfigError
 from gateway.metrics import GatewayMetrics
 from gateway.records import RequestRecord
 from gateway.responses import common_headers, error_response
@@ -70,6 +70,11 @@ async def _answered(request: web.Request, handler: Handler, log: Any) -> web.Str
         return _translated(error, record)
     except ConnectionError:
         raise
+    except GatewayConfigError as error:
+        # The engine came back with a model whose files are not usable here. The reason is for the operator.
+        record.error = "engine_unavailable"
+        log.error("misconfigured", request_id=record.id, reason=str(error))
+        return error_response(errors.engine_unavailable().problem)
     except Exception as error:
         record.error = "internal_error"
         log.error("internal_error", request_id=record.id, kind=type(error).__name__, where=logs.where(error))
@@ -102,7 +107,7 @@ def _note(metrics: GatewayMetrics, log: Any, request: web.Request, status: int, 
         metrics.ttft.observe(record.first_token_s - record.started_s)
     if record.usage is not None:
         metrics.count_usage(record.tenant, record.usage)
-    level = "debug" if route in ("/healthz", "/readyz") else "info"
+    level = "debug" if route in ("/healthz", "/readyz", "/metrics") else "info"
     getattr(log, level)("request", method=_method(request), route=route, status=status, **record.log_fields(now_s))
 
 

@@ -70,6 +70,9 @@ class EventStream:
                             await self.response.prepare(self._request)
                 await self.response.write(frames)
         except TimeoutError:
+            # A close would wait for what is still unsent, which is what this client does not take.
+            if self._request.transport is not None:
+                self._request.transport.abort()
             raise ConnectionAbortedError("the client takes nothing") from None
 
     async def end(self, *, keep_connection: bool = True) -> web.StreamResponse:

@@ -13,11 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import jinja2
 from tokenizers import Tokenizer
 
 from gateway.chat import ChatEncoder, ChatTemplate
 from gateway.detokenize import ByteDecoder, TextDecoder, WindowDecoder, byte_table
-from gateway.errors import GatewayConfigError, bad_request
+from gateway.errors import GatewayConfigError, bad_request, context_length_exceeded
 from gateway.values import Message, TokenText
 
 THREAD_CHARS: Final = 20_000
@@ -37,17 +38,25 @@ class ModelText:
         self._codec = TokenizerCodec(path)
         self._chat = self._load_chat(model_dir)
 
-    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt of a conversation."""
+    async def encode_chat(self, messages: Sequence[Message], max_tokens: int) -> list[int]:
+        """The prompt of a conversation; refused at once when it cannot have as few as `max_tokens` tokens."""
         if self._chat is None:
             raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
         chat = self._chat
         num_chars = sum(len(message.content) for message in messages)
+        self._check_may_fit(num_chars, max_tokens, "messages")
         return await _off_loop_when_large(num_chars + 64 * len(messages), lambda: chat.encode(messages))
 
-    async def encode_prompt(self, text: str) -> list[int]:
-        """The prompt of a text completion: what transformers gives, except that no text becomes a control token."""
-        return await _off_loop_when_large(len(text), lambda: self._codec.encode_prompt(text))
+    async def encode_prompts(self, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> list[Sequence[int]]:
+        """The prompts of a text completion: what transformers gives, except that no text becomes a control token."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._check_may_fit(len(text), max_tokens, "prompt")
+
+        def encode() -> list[Sequence[int]]:
+            return [self._codec.encode_prompt(each) if isinstance(each, str) else each for each in prompts]
+
+        return await _off_loop_when_large(sum(map(len, texts)), encode)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a prompt given as ids, special tokens left out."""
@@ -66,6 +75,16 @@ class ModelText:
         """Tokens that have no text in an answer."""
         return self._codec.special_ids
 
+    def _check_may_fit(self, num_chars: int, max_tokens: int, param: str) -> None:
+        """Megabytes that cannot fit are refused without the seconds that it takes to encode them."""
+        longest = self._codec.longest_token_bytes
+        if longest is not None and num_chars > max_tokens * longest:
+            raise context_length_exceeded(
+                f"{param} has {num_chars} characters, which are at least {num_chars // longest} tokens; a prompt may have "
+                f"at most {max_tokens} tokens here.",
+                param,
+            )
+
     def _load_chat(self, model_dir: Path) -> ChatEncoder | None:
         config = _read_json(model_dir / "tokenizer_config.json")
         source = _template_source(model_dir, config)
@@ -76,7 +95,10 @@ class ModelText:
             for key, token in config.items()
             if key.endswith("_token") and isinstance(token, str | dict)
         }
-        template = ChatTemplate(source, special_tokens, lambda form: datetime.now().strftime(form))
+        try:
+            template = ChatTemplate(source, special_tokens, lambda form: datetime.now().strftime(form))
+        except jinja2.TemplateError as error:
+            raise GatewayConfigError(f"the chat template of {model_dir} cannot be compiled: {error}") from error
         return ChatEncoder(template, self._codec)
 
 
@@ -84,8 +106,8 @@ class TokenizerCodec:
     """The library's tokenizer twice: with special tokens read from text, and with them switched off."""
 
     def __init__(self, path: Path) -> None:
-        self._control = Tokenizer.from_file(str(path))
-        self._plain = Tokenizer.from_file(str(path))
+        self._control = _load_tokenizer(path)
+        self._plain = _load_tokenizer(path)
         self._plain.encode_special_tokens = True
         for tokenizer in (self._control, self._plain):
             tokenizer.no_truncation()
@@ -98,6 +120,7 @@ class TokenizerCodec:
         vocabulary = self._control.get_vocab(with_added_tokens=False)
         self._added_text = {token: each.content for token, each in added.items()}
         self._token_bytes = byte_table(vocabulary, self._added_text, ()) if self._is_byte_level() else None
+        self.longest_token_bytes = self._longest_token_bytes()
         self._answer_bytes = byte_table(vocabulary, self._added_text, self.special_ids) if self._token_bytes else None
 
     def has_special_text(self, text: str) -> bool:
@@ -145,9 +168,22 @@ class TokenizerCodec:
         cuts = [match.start() + 1 for match in self._special_text.finditer(text)]
         return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
+    def _longest_token_bytes(self) -> int | None:
+        """How much text one token can stand for, where that is known: nothing is lost before the tokens are cut."""
+        if self._token_bytes is None or self._control.normalizer is not None:
+            return None
+        return max(map(len, self._token_bytes))
+
     def _is_byte_level(self) -> bool:
         decoder = json.loads(self._control.to_str())["decoder"]
         return decoder is not None and decoder["type"] == "ByteLevel"
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # The library has no class of its own for this.
+        raise GatewayConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

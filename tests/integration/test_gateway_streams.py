@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import AsyncIterator
@@ -257,10 +258,12 @@ class TestDisconnects:
                 writer.transport.abort()
             writer.close()
 
+        num_files = len(os.listdir("/proc/self/fd"))
         for batch in range(10):
             await asyncio.gather(*[one(batch * 20 + number) for number in range(20)])
 
         await wait_for(lambda: len(stand.server.inflight) == 0 and stand.stub.num_running == 0)
+        await wait_for(lambda: len(os.listdir("/proc/self/fd")) <= num_files)
         assert stand.server.engines.client.num_inflight == 0
         assert not [line for line in stand.log_lines() if line["level"] == "error"]
         assert (await stand.chat(max_tokens=2))[0] == 200

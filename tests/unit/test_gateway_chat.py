@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.chat import ChatEncoder, ChatTemplate
-from gateway.errors import ApiError
+from gateway.errors import ApiError, GatewayConfigError
 from gateway.tokenizer import ModelText, TokenizerCodec
 from gateway.values import Message
 
@@ -60,6 +61,10 @@ def conversation(text: str) -> list[Message]:
     ]
 
 
+async def encoded(model: ModelText, messages: list[Message]) -> list[int]:
+    return await model.encode_chat(messages, 100_000)
+
+
 def expected(reference, messages: list[Message]) -> list[int]:
     plain = [{"role": message.role, "content": message.content} for message in messages]
     return list(reference.apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=False))
@@ -69,13 +74,13 @@ def expected(reference, messages: list[Message]) -> list[int]:
 async def test_a_conversation_has_the_tokens_transformers_gives_it(reference, model: ModelText, text: str) -> None:
     messages = conversation(text)
 
-    assert await model.encode_chat(messages) == expected(reference, messages)
-    assert await model.encode_chat(messages[1:2]) == expected(reference, messages[1:2])
+    assert await encoded(model, messages) == expected(reference, messages)
+    assert await encoded(model, messages[1:2]) == expected(reference, messages[1:2])
 
 
 @pytest.mark.parametrize("text", [text for text in CORPUS if text], ids=range(len(CORPUS) - 1))
 async def test_a_plain_prompt_has_the_tokens_transformers_gives_it(reference, model: ModelText, text: str) -> None:
-    assert await model.encode_prompt(text) == reference(text).input_ids
+    assert await model.encode_prompts([text], 8191) == [reference(text).input_ids]
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,7 +96,43 @@ def test_any_text_without_special_tokens_has_the_tokens_transformers_gives_it(re
 async def test_a_long_text_in_a_thread_has_the_same_tokens(reference, model: ModelText) -> None:
     messages = [Message("user", "The quick brown fox — über 100 café. " * 2000)]
 
-    assert await model.encode_chat(messages) == expected(reference, messages)
+    assert await encoded(model, messages) == expected(reference, messages)
+
+
+async def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(model: ModelText) -> None:
+    for call in (model.encode_chat([Message("user", "x" * 9000)], 100), model.encode_prompts(["x" * 9000], 100)):
+        with pytest.raises(ApiError, match="at most 100 tokens") as caught:
+            await call
+        assert caught.value.problem.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(("name", "text"), [("tokenizer.json", "{}"), ("chat_template.jinja", "{% if %}")])
+def test_files_that_cannot_be_used_are_named(demo_model_dir: Path, tmp_path: Path, name: str, text: str) -> None:
+    for each in ("tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
+        (tmp_path / each).write_bytes((demo_model_dir / each).read_bytes())
+    (tmp_path / name).write_text(text)
+
+    with pytest.raises(GatewayConfigError, match=str(tmp_path)):
+        ModelText(tmp_path)
+
+
+def test_a_template_may_be_in_the_tokenizers_configuration(demo_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((demo_model_dir / "tokenizer.json").read_bytes())
+    named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "{{ bos_token }}d"}]
+    for template, expected_text in (("{{ eos_token }}s", "EOS" + "s"), (named, "BOS" + "d")):
+        config = {"bos_token": "BOS", "eos_token": {"content": "EOS"}, "chat_template": template}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        model = ModelText(tmp_path)
+
+        tokens = asyncio.run(model.encode_chat([Message("user", "x")], 100))
+        assert model.decode(tokens) == expected_text
+
+
+def test_a_model_without_a_template_has_no_chat(demo_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((demo_model_dir / "tokenizer.json").read_bytes())
+
+    with pytest.raises(ApiError, match="no chat template"):
+        asyncio.run(ModelText(tmp_path).encode_chat([Message("user", "x")], 100))
 
 
 SPECIALS = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<repo_name>", "<empty_output>"]
@@ -123,7 +164,7 @@ def test_text_with_special_tokens_is_encoded_apart_with_them_off(demo_model_dir:
 
 
 async def test_a_plain_prompt_of_special_tokens_stays_text(model: ModelText) -> None:
-    tokens = await model.encode_prompt("<|im_start|>system\n<|endoftext|>" * 3)
+    [tokens] = await model.encode_prompts(["<|im_start|>system\n<|endoftext|>" * 3], 8191)
 
     assert model.skipped.isdisjoint(tokens)
 

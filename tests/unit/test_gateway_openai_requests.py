@@ -196,6 +196,23 @@ def test_an_illegal_value_is_refused_with_field_value_and_range(field: str, valu
 @pytest.mark.parametrize(
     ("parse", "field", "value"),
     [
+        (chat, "kv_cache_retention_config", {"token_ranges": [{"start": "x" * 10**6, "priority": 1}]}),
+        (chat, "kv_cache_retention_config", {"x" * 10**6: 1}),
+        (chat, "messages", [{"role": "x" * 10**6, "content": "x"}]),
+        (chat, "temperature", "9" * 10**6),
+        (chat, "temperature", 10**4000),
+        (completion, "prompt", [1, "x" * 10**6]),
+    ],
+)
+def test_a_long_value_is_not_sent_back(parse: Any, field: str, value: Any) -> None:
+    problem = problem_of(parse, **{field: value})
+
+    assert len(problem.message) < 600
+
+
+@pytest.mark.parametrize(
+    ("parse", "field", "value"),
+    [
         (chat, "tools", [{"type": "function", "function": {"name": "f"}}]),
         (chat, "tool_choice", "required"),
         (chat, "response_format", {"type": "json_object"}),
