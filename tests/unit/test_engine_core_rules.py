@@ -549,3 +549,70 @@ def test_replaying_the_events_gives_the_index() -> None:
         for block in pool.tree.indexed()
         if pool.tree.hash_of(block) is not None
     }
+
+
+def test_a_load_never_stands_on_what_the_step_has_yet_to_write() -> None:
+    world = World(settings(4, 6, tier_enabled=True), tier_blocks=16)
+    world.ask(range(17))
+    world.ask(range(100, 124), retention=at(0))
+    first = world.submit([*range(4), 90, 91])
+    second = world.submit(range(17))
+    world.tier, held = {}, world.tier
+    world.answer_lookup(0)
+    world.tier = held
+    world.answer_lookup(0)
+
+    plan = world.start_step()
+
+    assert plan is not None
+    assert [chunk.sequence_id for chunk in plan.chunks] == [first]
+    assert world.loads == []
+    world.finish_step()
+    world.step()
+    assert [len(load.blocks) for load in world.loads] == [3]
+    world.run()
+    assert world.computed[second] == 1
+
+
+def test_what_was_lost_from_the_device_meanwhile_is_looked_up_again() -> None:
+    world = World(settings(4, 6, tier_enabled=True), tier_blocks=16)
+    world.ask(range(9))
+    waiting = world.submit(range(17))
+    assert [len(lookup.hashes) for lookup in world.lookups] == [2]
+    ahead = world.submit(range(100, 124), retention=at(0))
+    world.answer_lookup(1)
+    world.step()
+    assert world.lives[ahead].finish == "length"
+
+    world.answer_lookup(0)
+    world.step()
+
+    assert [len(lookup.hashes) for lookup in world.lookups] == [4]
+    world.run()
+    first = world.lives[waiting].first
+    assert first is not None
+    assert (first.host_tokens, first.computed_tokens) == (8, 9)
+
+
+def test_offers_under_way_are_bounded_and_what_is_dropped_is_counted() -> None:
+    world = World(settings(4, 40, tier_enabled=True, max_num_tokens=200), tier_blocks=100)
+
+    world.submit(range(120))
+    while world.lookups:
+        world.answer_lookup(0)
+    world.step()
+
+    statistics = world.core.statistics()
+    assert (statistics.blocks_offering, statistics.offers_dropped) == (20, 10)
+
+
+def test_a_tier_that_comes_back_is_offered_everything_again() -> None:
+    world = World(settings(4, 8, tier_enabled=True), tier_blocks=8)
+    world.ask(range(9))
+    world.core.set_tier_ready(False, world.now)
+    world.now += 1
+    world.core.set_tier_ready(True, world.now)
+
+    world.ask(range(9))
+
+    assert world.core.statistics().blocks_offered == 4
