@@ -75,6 +75,7 @@ _CODES: dict[str, Exit] = {
     "InvalidValue": Exit.INVALID,
     "EngineConfigError": Exit.INVALID,
     "ModelRefused": Exit.INVALID,
+    "TraceError": Exit.INVALID,
     "TierUnavailable": Exit.UNREACHABLE,
     "EngineUnavailable": Exit.UNREACHABLE,
 }
@@ -93,6 +94,8 @@ def _code_of(error: Exception) -> Exit:
         "tenant": ("tenants.cli:tenant", "Create, list, show, suspend, resume and delete tenants."),
         "key": ("tenants.cli:key", "Create, list and revoke API keys."),
         "cache": ("cached.cli:cache", "Look into the host cache."),
+        "simulate": ("command.simulate_cli:simulate", "Replay a trace and say what a cache would have served of it."),
+        "tune": ("command.simulate_cli:tune", "Find settings from what was asked before."),
     },
 )
 @click.version_option(VERSION, prog_name="halocline")
@@ -162,8 +165,9 @@ def gateway(ctx: click.Context, listen: str | None, model: str | None) -> None:
 
 @cli.command()
 @click.option("--model", metavar="DIR", help="The model to serve, in Hugging Face layout.")
+@click.option("--record", metavar="FILE", help="Keep a log of requests for replays: lengths and hashes, never text.")
 @click.pass_context
-def engine(ctx: click.Context, model: str | None) -> None:
+def engine(ctx: click.Context, model: str | None, record: str | None) -> None:
     """Run one engine alone: the model, the device's KV blocks, the step loop.
 
     \b
@@ -173,6 +177,8 @@ def engine(ctx: click.Context, model: str | None) -> None:
     context = ctx.ensure_object(CommandContext)
     if model is not None:
         context.say("engine", "model_dir", _absolute(model), "--model")
+    if record is not None:
+        context.say("engine", "record", _absolute(record), "--record")
     config = _process(context, "engine")
     # Before torch is imported, by whatever imports it first: the module sets what torch reads at that moment.
     importlib.import_module("engine.environment")

@@ -67,6 +67,11 @@ class EngineConfig(BaseModel):
     event_buffer_max_size: int = Field(default=16384, ge=0, le=1 << 24, description="KV events kept; 0: none.")
     event_token_ids: bool = Field(default=False, description="Events carry the token ids of their blocks.")
 
+    record: Path | None = Field(
+        default=None,
+        description="Request log to append to, for replays: lengths and keyed hashes, never text; none: off.",
+    )
+
     metrics_listen: str | None = Field(default=None, description="HOST:PORT or unix:/path of the metrics endpoint.")
     log_level: LogLevel = "info"
 

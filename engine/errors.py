@@ -15,6 +15,10 @@ class ModelRefused(EngineError):
     """This model cannot be served correctly; the message names the architecture and the layer that is the reason."""
 
 
+class TraceError(EngineError):
+    """A trace cannot be read or replayed; the message names the file, the line and what is legal."""
+
+
 class EngineUnavailable(EngineError):
     """The engine cannot be reached, or went away with the request; the request may be retried."""
 

@@ -189,6 +189,7 @@ class StepLoop:
         tier: TierWorker | None,
         events: EventRing,
         prefill_rate: Rate | None = None,
+        record: Callable[[NewRequest], None] | None = None,
         clock: Callable[[], float] = now_s,
     ) -> None:
         self._core = core
@@ -197,6 +198,7 @@ class StepLoop:
         self._deliver = deliver
         self._tier = tier
         self._events = events
+        self._record = record
         self._clock = clock
         self._prefill_rate = prefill_rate or Rate()
         self._waited_s: dict[int, float] = {}
@@ -344,6 +346,8 @@ class StepLoop:
         match self._core.submit(request, now):
             case Queued():
                 self._waited_s[request.sequence_id] = now - received_at
+                if self._record is not None:
+                    self._record(request)
             case Refused() as refused:
                 self._deliver(Refusal(request.sequence_id, refused))
 

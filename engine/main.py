@@ -35,6 +35,7 @@ from engine.metrics import MetricsEndpoint
 from engine.plan import Chunk, SampleRequest, StepPlan
 from engine.protocol import Sampling
 from engine.rates import Rate
+from engine.request_recorder import RequestRecorder
 from engine.server import EngineServer, ServerFacts, clear_socket
 from engine.tier import TierWorker
 from engine.values import CoreSettings
@@ -146,6 +147,9 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         on_ended=lambda failure: end(1) if failure else None,
     )
     tier = _tier_worker(config, runner, inbox) if settings.tier_enabled else None
+    recorder = None
+    if config.record is not None:
+        recorder = RequestRecorder(config.record, config.state_dir, runner.info.layout_fingerprint)
     steps = StepLoop(
         EngineCore(settings, runner.info.layout_fingerprint),
         runner,
@@ -154,8 +158,11 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         tier=tier,
         events=EventRing(config.event_buffer_max_size, incarnation),
         prefill_rate=prefill_rate,
+        record=recorder.record if recorder is not None else None,
     )
     async with contextlib.AsyncExitStack() as stack:
+        if recorder is not None:
+            stack.callback(recorder.close)
         await server.listen(config.socket)
         stack.push_async_callback(_stop_threads, server, inbox, steps, tier)
         steps.start()

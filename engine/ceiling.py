@@ -1,0 +1,83 @@
+"""What a cache that knew the future would serve: the ceiling beside which policies are read.
+
+Prefix-aware Belady: of the blocks that the present request does not use, the one whose next use lies furthest ahead
+goes, and of equals the deepest. A block's parent is used whenever the block is, so its next use is never later, and
+dependents go first by themselves. No policy can be built like this; nothing here is used to serve.
+
+A trace is kept as block numbers, 4 bytes for each reference and 4 for its next one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Sequence
+
+from cached.keys import BlockHash
+
+_NEVER = (1 << 32) - 1
+
+
+class Ceiling:
+    """The references of a trace, and what a pool of `capacity` blocks could have served of them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._numbers: dict[BlockHash, int] = {}
+        self._blocks = array("I")
+        self._ends = array("Q")
+        self._servable = array("I")
+
+    @property
+    def num_distinct(self) -> int:
+        """Different blocks in the trace."""
+        return len(self._numbers)
+
+    def take(self, hashes: Sequence[BlockHash], servable: int) -> None:
+        """The next request's full blocks; `servable` of them may come from a cache (kv-semantics 3.1)."""
+        self._blocks.extend(self._numbers.setdefault(each, len(self._numbers)) for each in hashes)
+        self._ends.append(len(self._blocks))
+        self._servable.append(servable)
+
+    def serve(self, trace: Ceiling | None = None) -> tuple[int, int, int]:
+        """(blocks served, requests too long for the pool, blocks evicted) over the references that `trace` holds."""
+        whole = trace or self
+        next_use = whole._next_uses()
+        resident: dict[int, int] = {}  # block → the request that uses it next
+        heap: list[tuple[int, int, int]] = []
+        served = refused = evicted = start = 0
+        for end, servable in zip(whole._ends, whole._servable, strict=True):
+            blocks = whole._blocks[start:end]
+            if len(blocks) > self.capacity:
+                refused += 1
+                start = end
+                continue
+            found = next((at for at, block in enumerate(blocks) if block not in resident), len(blocks))
+            served += min(found, servable)
+            using = set(blocks)
+            missing = sum(block not in resident for block in using)
+            for _ in range(len(resident) + missing - self.capacity):
+                evicted += 1
+                while True:
+                    use, _, block = heapq.heappop(heap)
+                    if block not in using and resident.get(block) == -use:
+                        break
+                del resident[block]
+            for depth, block in enumerate(blocks):
+                resident[block] = next_use[start + depth]
+                heapq.heappush(heap, (-next_use[start + depth], -depth, block))
+            start = end
+        return served, refused, evicted
+
+    def _next_uses(self) -> array[int]:
+        """For each reference, the number of the next request that has the same block."""
+        following = array("I", [_NEVER]) * len(self._blocks)
+        last = array("I", [_NEVER]) * len(self._numbers)
+        end = len(self._blocks)
+        for request in range(len(self._ends) - 1, -1, -1):
+            start = self._ends[request - 1] if request else 0
+            for at in range(start, end):
+                following[at] = last[self._blocks[at]]
+                last[self._blocks[at]] = request
+            end = start
+        return following
