@@ -6,7 +6,6 @@ the same as absent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,8 +22,10 @@ def shown(value: object) -> str:
         return repr(value) if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]!r}…"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and abs(value) > 2**64:
+        return "a very large number"
     if isinstance(value, int | float):
-        return repr(value)[:_SHOWN_CHARS]
+        return repr(value)
     return "an array" if isinstance(value, list) else "an object"
 
 
@@ -81,8 +82,9 @@ def number(body: Body, name: str, low: float, high: float, default: float, *, ab
     if value is None:
         return default
     legal = f"a number from {low:g} to {high:g}" if not above_low else f"a number above {low:g} and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong(name, value, legal)
+    # NaN and the infinities are in no range.
     if not low <= value <= high or (above_low and value == low):
         raise wrong(name, value, legal)
     return float(value)

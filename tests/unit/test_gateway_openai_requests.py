@@ -200,9 +200,11 @@ def test_an_illegal_value_is_refused_with_field_value_and_range(field: str, valu
         (chat, "kv_cache_retention_config", {"x" * 10**6: 1}),
         (chat, "messages", [{"role": "x" * 10**6, "content": "x"}]),
         (chat, "temperature", "9" * 10**6),
-        (chat, "temperature", 10**4000),
+        (chat, "temperature", 10**5000),
+        (chat, "n", -(10**5000)),
         (completion, "prompt", [1, "x" * 10**6]),
     ],
+    ids=range(7),
 )
 def test_a_long_value_is_not_sent_back(parse: Any, field: str, value: Any) -> None:
     problem = problem_of(parse, **{field: value})
