@@ -284,7 +284,8 @@ def _accepts(path: Path) -> str:
 
 
 def _check_gateway(settings: Settings) -> Iterator[Finding]:
-    listen = settings.gateway.listen
+    noted = settings.paths.gateway_address
+    listen = noted.read_text(encoding="ascii").strip() if noted.exists() else settings.gateway.listen
     address = parse_address(listen, settings.layered.origins["gateway", "listen"])
     try:
         status, answer = _get(address.connect_host, address.port, "/readyz")

@@ -49,6 +49,11 @@ class Paths:
     def up_lock(self) -> Path:
         return self.state / "up.lock"
 
+    @property
+    def gateway_address(self) -> Path:
+        """Where `up` notes which HOST:PORT its gateway got, for commands that look for it."""
+        return self.run / "gateway.address"
+
     def socket(self, name: str) -> Path:
         """The unix socket of a process (`cached`, `engine`, `admin`)."""
         return self.run / f"{name}.sock"

@@ -40,8 +40,9 @@ class Stack:
 
     def __init__(self, state_dir: Path, model_dir: Path, settings: dict[str, object]) -> None:
         self.state_dir = state_dir
-        self._environ = _environment({"engine_state_dir": ENGINE_STATE, **SMALL, **settings})
-        self._model_dir = model_dir
+        self._environ = _environment(
+            {"engine_state_dir": ENGINE_STATE, "engine_model_dir": model_dir, **SMALL, **settings}
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self.base_url = ""
         self.ready_text = ""
@@ -69,7 +70,7 @@ class Stack:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, str(ROOT / "halocline.py"), "up", "--state-dir", str(self.state_dir)),
-                    *("--listen", "127.0.0.1:0", "--model", str(self._model_dir)),
+                    *("--listen", "127.0.0.1:0"),
                 ],
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
@@ -233,6 +234,10 @@ class Stack:
         if done.returncode != 0:
             raise RuntimeError(f"halocline {' '.join(words)} ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
+
+    def host_blocks(self) -> int:
+        """Blocks that the host tier holds and would serve; 0 while nothing was stored."""
+        return int(json.loads(self.command("cache", "stats", "--json")).get("used", 0))
 
     def new_tenant(self, name: str) -> str:
         """Another tenant; its API key."""
