@@ -189,7 +189,7 @@ class StepLoop:
         tier: TierWorker | None,
         events: EventRing,
         prefill_rate: Rate | None = None,
-        record: Callable[[NewRequest], None] | None = None,
+        record: Callable[[NewRequest, float], None] | None = None,
         clock: Callable[[], float] = now_s,
     ) -> None:
         self._core = core
@@ -347,7 +347,7 @@ class StepLoop:
             case Queued():
                 self._waited_s[request.sequence_id] = now - received_at
                 if self._record is not None:
-                    self._record(request)
+                    self._record(request, time.time())
             case Refused() as refused:
                 self._deliver(Refusal(request.sequence_id, refused))
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
+
+import pytest
 
 from cached.retention import Retention, RetentionConfig, TokenRange
+from engine.errors import RequestRejected
 from engine.plan import StepPlan
 from engine.protocol import Sampling
+from engine.request_recorder import RequestRecorder
 from tests.support.shell import WAIT_S, Shell, is_quiet
 
 GREEDY = Sampling(temperature=0.0)
@@ -62,3 +68,17 @@ async def test_a_running_engine_takes_messages_between_steps() -> None:
         assert not long.finished
         long.cancel()
         await shell.until(is_quiet)
+
+
+async def test_what_is_admitted_is_recorded_once_and_what_is_refused_is_not(tmp_path: Path) -> None:
+    recorder = RequestRecorder(tmp_path / "requests.jsonl", tmp_path, b"layout")
+    async with Shell(record=recorder.record) as shell:
+        client = await shell.client()
+        async for _ in client.submit([1, 2, 3], 2, GREEDY):
+            pass
+        with pytest.raises(RequestRejected):
+            await anext(client.submit([], 2, GREEDY))
+
+    recorder.close()
+    lines = (tmp_path / "requests.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tokens"] for line in lines[1:]] == [3]

@@ -16,7 +16,7 @@ from engine.events import EventRing
 from engine.loop import Inbox, StepLoop
 from engine.server import MAX_UNREAD_BYTES, EngineServer, ServerFacts
 from engine.tier import TierWorker
-from engine.values import CoreSettings
+from engine.values import CoreSettings, NewRequest
 from tests.support.fake_runner import FakeRunner
 
 WAIT_S = 20.0
@@ -31,6 +31,7 @@ class Shell:
     settings: dict[str, Any] = field(default_factory=dict)
     credits: int = 1024
     max_unread_bytes: int = MAX_UNREAD_BYTES
+    record: Callable[[NewRequest, float], None] | None = None
     directory: Path = field(init=False)
     inbox: Inbox = field(init=False)
     core: EngineCore = field(init=False)
@@ -72,7 +73,13 @@ class Shell:
         )
         self.tier = self._tier_worker()
         self.steps = StepLoop(
-            self.core, self.runner, self.inbox, self.server.deliver, tier=self.tier, events=EventRing(0, "test")
+            self.core,
+            self.runner,
+            self.inbox,
+            self.server.deliver,
+            tier=self.tier,
+            events=EventRing(0, "test"),
+            record=self.record,
         )
         await self.server.listen(self.socket)
         self.steps.start()
