@@ -10,10 +10,13 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterable
 
+_TICK_BITS = 56
 _DEPTH_BITS = 32
 _BLOCK_BITS = 32
-_TICK_BITS = 56
+_KEY_BITS = _DEPTH_BITS + _BLOCK_BITS
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
+_MAX_TICK = (1 << _TICK_BITS) - 1
+_MAX_BLOCK = (1 << _BLOCK_BITS) - 1
 _ABSENT = -1
 _SLACK = 64
 """Outdated heap entries that are tolerated beyond as many as there are live ones."""
@@ -22,50 +25,57 @@ _SLACK = 64
 class EvictionOrder:
     """Idle leaves by owner, then `(priority, tick, deepest first)`.
 
-    Columns indexed by block, and per owner a heap of packed integers. Removal is lazy: an entry counts only while it
-    equals the block's column, and a heap is rebuilt when most of it is outdated, so every operation is O(log n)
-    amortised.
+    Per owner a heap of packed integers, and a column with each block's own entry, the very object that is in the heap.
+    Removal is lazy: an entry counts only while it is its block's, and a heap is rebuilt when most of it is outdated,
+    so every operation is O(log n) amortised.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._owner = array("i", [_ABSENT]) * capacity
-        self._priority = array("b", [0]) * capacity
-        self._tick = array("Q", [0]) * capacity
-        self._depth = array("I", [0]) * capacity
+        self._entry: list[int] = [_ABSENT] * capacity
+        self._owner = array("i", [_ABSENT]) * capacity  # of blocks in the order
         self._heaps: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
         self._length = 0
 
     def add(self, block: int, owner: int, priority: int, tick: int, depth: int) -> None:
         """Make `block` evictable; a block already in the order moves to its new place."""
-        self.discard(block)
+        if self._entry[block] != _ABSENT:
+            self.discard(block)
+        # One integer that sorts as rule 4.2 does; two halves, since operations on long integers are what this costs.
+        entry = (priority << _TICK_BITS | tick) << _KEY_BITS | ((_MAX_DEPTH - depth) << _BLOCK_BITS | block)
+        self._entry[block] = entry
         self._owner[block] = owner
-        self._priority[block] = priority
-        self._tick[block] = tick
-        self._depth[block] = depth
-        heap = self._heaps.setdefault(owner, [])
-        self._counts[owner] = self._counts.get(owner, 0) + 1
         self._length += 1
-        heapq.heappush(heap, self._entry(block))
+        heap = self._heaps.get(owner)
+        if heap is None:
+            self._heaps[owner] = [entry]
+            self._counts[owner] = 1
+            return
+        self._counts[owner] += 1
+        heapq.heappush(heap, entry)
         if len(heap) > 2 * self._counts[owner] + _SLACK:
             self._rebuild(owner)
 
     def discard(self, block: int) -> None:
         """Take `block` out of the order; nothing happens when it is not in it."""
-        owner = self._owner[block]
-        if owner == _ABSENT:
+        entry = self._entry[block]
+        if entry == _ABSENT:
             return
-        self._owner[block] = _ABSENT
+        self._entry[block] = _ABSENT
         self._length -= 1
+        owner = self._owner[block]
         left = self._counts[owner] - 1
-        if left:
-            self._counts[owner] = left
-        else:
+        if not left:
             del self._counts[owner]
             del self._heaps[owner]
+            return
+        self._counts[owner] = left
+        heap = self._heaps[owner]
+        if heap[0] is entry:  # The usual case, eviction: what goes is what `least_valuable` has just named.
+            heapq.heappop(heap)
 
     def __contains__(self, block: int) -> bool:
-        return self._owner[block] != _ABSENT
+        return self._entry[block] != _ABSENT
 
     def __len__(self) -> int:
         return self._length
@@ -80,51 +90,42 @@ class EvictionOrder:
 
     def key_of(self, block: int) -> tuple[int, int, int]:
         """`(priority, tick, -depth)`: the smaller, the sooner it goes. Only for blocks in the order."""
-        return self._priority[block], self._tick[block], -self._depth[block]
+        value, place = divmod(self._entry[block], 1 << _KEY_BITS)
+        return value >> _TICK_BITS, value & _MAX_TICK, (place >> _BLOCK_BITS) - _MAX_DEPTH
 
     def least_valuable(self, owner: int | None = None, max_priority: int | None = None) -> int | None:
         """The leaf that goes first, of one owner or of all; None when there is none at or below `max_priority`."""
         if owner is None:
-            tops = [top for each in list(self._counts) if (top := self._top(each)) is not None]
-            block = min(tops, key=self.key_of) if tops else None
+            top = min(map(self._top, self._counts), default=_ABSENT)
         else:
-            block = self._top(owner)
-        if block is None or (max_priority is not None and self._priority[block] > max_priority):
+            top = self._top(owner) if owner in self._counts else _ABSENT
+        if top == _ABSENT or (max_priority is not None and top >> _TICK_BITS + _KEY_BITS > max_priority):
             return None
-        return block
+        return top & _MAX_BLOCK
 
     def check_invariants(self) -> None:
         """Raise AssertionError when columns, counts and heaps disagree; slow."""
-        present = [block for block, owner in enumerate(self._owner) if owner != _ABSENT]
+        present = [block for block, entry in enumerate(self._entry) if entry != _ABSENT]
         assert len(present) == self._length == sum(self._counts.values())
+        assert self._heaps.keys() == self._counts.keys()
         for owner, heap in self._heaps.items():
-            mine = {self._entry(block) for block in present if self._owner[block] == owner}
+            mine = {self._entry[block] for block in present if self._owner[block] == owner}
             assert len(mine) == self._counts[owner]
             assert mine <= set(heap), f"owner {owner} lacks a live entry"
+        assert all(self._entry[block] & _MAX_BLOCK == block for block in present)
 
-    def _top(self, owner: int) -> int | None:
-        heap = self._heaps.get(owner)
-        while heap:
-            block = heap[0] & ((1 << _BLOCK_BITS) - 1)
-            if self._owner[block] == owner and heap[0] == self._entry(block):
-                return block
+    def _top(self, owner: int) -> int:
+        """The smallest entry of an owner that has one; outdated ones above it go."""
+        heap, entry = self._heaps[owner], self._entry
+        while entry[heap[0] & _MAX_BLOCK] is not heap[0]:
             heapq.heappop(heap)
-        return None
-
-    def _entry(self, block: int) -> int:
-        key = self._priority[block] << _TICK_BITS | self._tick[block]
-        key = key << _DEPTH_BITS | (_MAX_DEPTH - self._depth[block])
-        return key << _BLOCK_BITS | block
+        return heap[0]
 
     def _rebuild(self, owner: int) -> None:
-        mask = (1 << _BLOCK_BITS) - 1
-        live = {entry for entry in self._heaps[owner] if self._is_live(entry, entry & mask, owner)}
-        fresh = list(live)
+        entry = self._entry
+        fresh = [each for each in self._heaps[owner] if entry[each & _MAX_BLOCK] is each]
         heapq.heapify(fresh)
         self._heaps[owner] = fresh
-
-    def _is_live(self, entry: int, block: int, owner: int) -> bool:
-        return self._owner[block] == owner and entry == self._entry(block)
 
 
 def device_victim(order: EvictionOrder, held: Callable[[int], int], share: Callable[[int], float]) -> int | None:
