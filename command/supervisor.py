@@ -129,7 +129,16 @@ class _Supervisor:
         print(ready_text(self._address, self._settings.paths.demo_key, model), flush=True)  # noqa: T201
 
     def _keep(self, name: str) -> None:
-        self._keepers.append(asyncio.create_task(self._keep_running(name), name=name))
+        keeper = asyncio.create_task(self._keep_running(name), name=name)
+        keeper.add_done_callback(self._on_keeper_done)
+        self._keepers.append(keeper)
+
+    def _on_keeper_done(self, keeper: asyncio.Task[None]) -> None:
+        """A keeper ends by itself only when all stops; any other end would leave its process unwatched."""
+        error = None if keeper.cancelled() else keeper.exception()
+        if error is not None:
+            self._failure = f"cannot run {keeper.get_name()}: {error}"
+            self._stop.set()
 
     async def _keep_running(self, name: str) -> None:
         history = History()
