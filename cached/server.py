@@ -22,9 +22,10 @@ import structlog
 from cached.arena import Arena
 from cached.config import CachedConfig
 from cached.errors import ArenaError, CachedError, PeerError
+from cached.offers import Unverified
 from cached.protocol import TABLE, HelloRefused, TierStatistics
 from cached.session import Outgoing, Peer, Session, State
-from cached.store import BlockStore, Unverified
+from cached.store import BlockStore
 from cached.tier import Tier, TierSettings
 
 RECEIVE_BYTES = 256 * 1024

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from cached.errors import PeerError
+from cached.offers import Granted, Pending, Present
 from cached.protocol import (
     COMMIT_OUTCOMES,
     FIRST_REFUSAL,
@@ -51,7 +52,6 @@ from cached.protocol import (
     u64s,
 )
 from cached.records import Holder
-from cached.store import Granted, Pending, Present
 from cached.tier import Admitted, NotAdmitted, Tier, TierSettings
 from cached.wire import FrameReader
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from cached import blocks as slots
 from cached.blocks import INDEXED, NO_SLOT, VISIBLE, Blocks, Owners
@@ -20,9 +20,23 @@ from cached.counters import StoreCounters
 from cached.eviction import EvictionOrder, host_victim
 from cached.holdings import Holdings, LeaseHolding, ReservationHolding, SessionHoldings
 from cached.keys import HASH_BYTES
+from cached.offers import (
+    Decision,
+    Granted,
+    LeasedRun,
+    Offer,
+    Pending,
+    Present,
+    Refused,
+    Retouch,
+    Unverified,
+)
 from cached.protocol import NEVER, NO_PARENT, CommitOutcome, RefusalReason, TierStatistics
+from cached.rebuild import rebuild
 from cached.records import Holder, StoredRecord
 from cached.retention import demoted_priority
+
+__all__ = ["BlockStore", "Granted", "Offer", "Pending", "Present", "Records", "Refused", "Retouch"]
 
 _SLACK = 64
 """Outdated entries tolerated in the heap of deadlines beyond as many as there are blocks."""
@@ -39,66 +53,6 @@ class Records(Protocol):
 
     def clear(self, slot: int) -> None:
         """Make the slot free, for good, before this returns."""
-
-
-class Offer(NamedTuple):
-    """One block of a chain that a session wants to store. `parent` None: a first block."""
-
-    key: bytes
-    parent: bytes | None
-    namespace: int
-    priority: int
-    deadline: float
-    drops: bool
-    owner: bytes
-
-
-class Granted(NamedTuple):
-    """A reservation and the slot to copy into."""
-
-    reservation: int
-    slot: int
-
-
-class Present(NamedTuple):
-    """The block is stored."""
-
-
-class Pending(NamedTuple):
-    """The block is being stored."""
-
-
-class Refused(NamedTuple):
-    """The block is not taken."""
-
-    reason: RefusalReason
-
-
-Decision = Granted | Present | Pending | Refused
-
-
-class Retouch(NamedTuple):
-    """New retention for a block that was released somewhere (kv-semantics 2.6)."""
-
-    key: bytes
-    priority: int
-    deadline: float
-    drops: bool
-
-
-class LeasedRun(NamedTuple):
-    """A lease and the slots it covers."""
-
-    lease_id: int
-    slots: list[int]
-
-
-class Unverified(NamedTuple):
-    """A slot whose bytes must be checked, and against what; `generation` names the content it is about."""
-
-    slot: int
-    generation: int
-    checksum: int
 
 
 class BlockStore:
@@ -334,24 +288,15 @@ class BlockStore:
         """Take over, once and before anything else, the blocks that a former daemon left; a block whose chain has a
         gap goes, as does the elder of two of one name. All of them are unverified."""
         self._now = now
-        by_key: dict[bytes, tuple[int, StoredRecord]] = {}
-        lost: list[int] = []
-        for slot, record in found:
-            other = by_key.get(record.key)
-            if other is not None and other[1].generation >= record.generation:
-                lost.append(slot)
-                continue
-            if other is not None:
-                lost.append(other[0])
-            by_key[record.key] = (slot, record)
-        reached = self._restore_reachable(by_key)
-        lost += [slot for key, (slot, _) in by_key.items() if key not in self.blocks.index]
+        kept, lost = rebuild(found)
+        for slot, record in kept:
+            self._restore_one(slot, record)
         for slot in lost:
             self._records.clear(slot)
-        self.counters.restored += len(reached)
+        self.counters.restored += len(kept)
         self.counters.lost_at_restart += len(lost)
-        recent_first = sorted(reached, key=lambda slot: (-self.blocks.tick[slot], self.blocks.depth[slot]))
-        self._unverified.extend((slot, self.blocks.generation[slot]) for slot in recent_first)
+        recent_first = sorted(kept, key=lambda pair: (-pair[1].tick, self.blocks.depth[pair[0]]))
+        self._unverified.extend((slot, record.generation) for slot, record in recent_first)
         self.expire(now)
 
     def restore_quarantine(self, session: int, holder: Holder, held: Sequence[int]) -> None:
@@ -439,7 +384,6 @@ class BlockStore:
             return Refused(reason)
         slot = self._free.pop()
         self._fill(slot, offer, owner, parent)
-        self._settle_order(parent)
         self._records.write_reserved(slot, self._holdings.holder_of(session))
         deadline = self._now + self._reservation_ttl_s
         return Granted(self._holdings.add_reservation(ReservationHolding(session, deadline, slot)), slot)
@@ -657,19 +601,6 @@ class BlockStore:
             columns.tick[slot],
         )
         self._records.write_stored(slot, record)
-
-    def _restore_reachable(self, by_key: dict[bytes, tuple[int, StoredRecord]]) -> list[int]:
-        children: dict[bytes, list[bytes]] = {}
-        for key, (_, record) in by_key.items():
-            children.setdefault(record.parent, []).append(key)
-        reached: list[int] = []
-        todo = children.pop(NO_PARENT, [])
-        for key in todo:  # Grows while it is walked; a ring of parents is never entered.
-            slot, record = by_key[key]
-            self._restore_one(slot, record)
-            reached.append(slot)
-            todo += children.pop(key, [])
-        return reached
 
     def _restore_one(self, slot: int, record: StoredRecord) -> None:
         columns = self.blocks

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from cached.errors import PeerError
 from cached.keys import HASH_BYTES, OWNER_BYTES, fingerprint, self_test_vector
+from cached.offers import Decision, LeasedRun, Offer, Refused, Retouch, Unverified
 from cached.protocol import (
     CLIENT_ID_BYTES,
     MAX_HASHES,
@@ -29,7 +30,7 @@ from cached.protocol import (
 )
 from cached.records import MAX_FINGERPRINT_BYTES, Holder, StoredRecord
 from cached.retention import MAX_PRIORITY
-from cached.store import BlockStore, Decision, LeasedRun, Offer, Records, Refused, Retouch, Unverified
+from cached.store import BlockStore, Records
 
 MAX_BLOCK_BYTES = 2**32
 MAX_TOKENS_PER_BLOCK = 2**16

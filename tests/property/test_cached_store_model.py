@@ -9,9 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cached.offers import Granted, Offer, Pending, Present, Refused, Retouch
 from cached.protocol import NEVER
 from cached.records import Holder, StoredRecord
-from cached.store import BlockStore, Granted, Offer, Pending, Present, Refused, Retouch
+from cached.store import BlockStore
 
 LEASE_S = 10.0
 RESERVATION_S = 30.0

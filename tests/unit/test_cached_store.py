@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
+from cached.offers import Decision, Granted, Offer, Pending, Present, Refused, Retouch
 from cached.protocol import NEVER
 from cached.records import Holder, StoredRecord
-from cached.store import BlockStore, Decision, Granted, Offer, Pending, Present, Refused, Retouch
+from cached.store import BlockStore
 
 ENGINE, OTHER = 1, 2
 X, Y = b"x" * 16, b"y" * 16
