@@ -384,6 +384,8 @@ class BlockStore:
             return Refused(reason)
         slot = self._free.pop()
         self._fill(slot, offer, owner, parent)
+        # Making room may have evicted the parent's last other child and so put the parent into the order.
+        self._settle_order(parent)
         self._records.write_reserved(slot, self._holdings.holder_of(session))
         deadline = self._now + self._reservation_ttl_s
         return Granted(self._holdings.add_reservation(ReservationHolding(session, deadline, slot)), slot)
