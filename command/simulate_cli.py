@@ -310,13 +310,20 @@ def _capacities(said: tuple[str, ...], trace: Trace, tokens_per_block: int | Non
     found = []
     for word in words:
         try:
-            count = int(distinct * float(word[:-1]) / 100) if word.endswith("%") else int(word)
+            count = max(1, _per_cent(word, distinct)) if word.endswith("%") else int(word)
         except (ValueError, OverflowError):
             raise CommandError(f"--blocks: {word!r} is neither a number nor a percentage, such as 4000 or 5%", Exit.INVALID) from None  # fmt: skip
         if not 1 <= count <= MAX_BLOCKS:
             raise CommandError(f"--blocks: {word} are {count} blocks; legal are 1 to {MAX_BLOCKS}", Exit.INVALID)
         found.append(count)
     return tuple(dict.fromkeys(found))
+
+
+def _per_cent(word: str, whole: int) -> int:
+    share = float(word[:-1])
+    if not 0 < share <= 100:
+        raise ValueError(share)
+    return int(whole * share / 100)
 
 
 def _count_distinct(trace: Trace, tokens_per_block: int | None) -> int:

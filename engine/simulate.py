@@ -81,7 +81,7 @@ class Simulation:
     """Feeds each request to all runs at once, so that a trace is read and tokenized once."""
 
     def __init__(self, settings: SimulationSettings, trace_format: TraceFormat) -> None:
-        size = settings.tokens_per_block or default_size(trace_format)
+        size = default_size(trace_format) if settings.tokens_per_block is None else settings.tokens_per_block
         check_size(trace_format, size)
         self.tokens_per_block = size
         self._format = trace_format
@@ -144,7 +144,7 @@ class DistinctBlocks:
     """Counts the different full blocks of a trace; 32 bytes and a set's entry for each."""
 
     def __init__(self, trace_format: TraceFormat, tokens_per_block: int | None = None) -> None:
-        self._size = tokens_per_block or default_size(trace_format)
+        self._size = default_size(trace_format) if tokens_per_block is None else tokens_per_block
         check_size(trace_format, self._size)
         self._format = trace_format
         self._row = symbols_per_block(trace_format, self._size)

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, TypeVar
 
 from engine.errors import TraceError
 from engine.traces import (
@@ -27,6 +27,7 @@ from engine.traces import (
     TracedRequest,
     TracedText,
     TraceFormat,
+    begins_log,
     detect_format,
     parse_log,
     parse_mooncake,
@@ -40,13 +41,9 @@ _BATCH_CHARS = 1 << 20
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 
 Row = TypeVar("Row")
+Warn = Callable[[str], object]
+"""Hears one sentence for people; reading goes on."""
 Tokenize = Callable[[list[str]], Iterable[list[int]]]
-
-
-class Warn(Protocol):
-    """Hears one sentence for people; reading goes on."""
-
-    def __call__(self, sentence: str) -> None: ...
 
 
 class Trace:
@@ -145,12 +142,20 @@ class Trace:
                 if line.strip():
                     yield number, line
 
-    def _parsed(self, path: Path, parse: Callable[[bytes], Row]) -> Iterator[Row]:
-        """A line that cannot be read is an error, but for the last: a writer was stopped in the middle of it."""
+    def _parsed(
+        self, path: Path, parse: Callable[[bytes], Row], begins: Callable[[bytes], bool] = lambda _: False
+    ) -> Iterator[Row]:
+        """A line that cannot be read is an error, but for the last: a writer was stopped in the middle of it.
+
+        The last is also the one before a line that `begins` what another writer wrote.
+        """
         torn: tuple[int, TraceError] | None = None
         for number, line in self._lines(path):
             if torn is not None:
-                raise TraceError(f"{path}, line {torn[0]}: {torn[1]}") from torn[1]
+                if not begins(line):
+                    raise TraceError(f"{path}, line {torn[0]}: {torn[1]}") from torn[1]
+                self._warn_torn(f"{path}, line {torn[0]}, the last of its engine, is torn and was left out: {torn[1]}")
+                torn = None
             try:
                 row = parse(line)
             except TraceError as error:
@@ -162,7 +167,7 @@ class Trace:
 
     def _log(self, path: Path) -> Iterator[TracedRequest]:
         key_id = ""
-        for row in self._parsed(path, parse_log):
+        for row in self._parsed(path, parse_log, begins_log):
             if isinstance(row, LogHeader):
                 key_id = row.key_id
             else:

@@ -192,6 +192,11 @@ def parse_log(line: bytes) -> TracedRequest | LogHeader:
     return TracedRequest(_seconds(row.get("at", 0), 1.0), length, hashes, str(row.get("namespace", "")))
 
 
+def begins_log(line: bytes) -> bool:
+    """Whether this line of a request log is one with which an engine's life begins."""
+    return line.startswith(b'{"halocline_request_log":')
+
+
 def _object(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
