@@ -11,71 +11,85 @@ from array import array
 from collections.abc import Callable, Iterable
 
 _TICK_BITS = 56
-_DEPTH_BITS = 32
 _BLOCK_BITS = 32
-_KEY_BITS = _DEPTH_BITS + _BLOCK_BITS
+_DEPTH_BITS = 32
+_TICK_BITS = 56
+_RANK_SHIFT = _DEPTH_BITS + _BLOCK_BITS
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
-_MAX_TICK = (1 << _TICK_BITS) - 1
-_MAX_BLOCK = (1 << _BLOCK_BITS) - 1
+_BLOCK_MASK = (1 << _BLOCK_BITS) - 1
+_TICK_MASK = (1 << _TICK_BITS) - 1
 _ABSENT = -1
 _SLACK = 64
 """Outdated heap entries that are tolerated beyond as many as there are live ones."""
 
 
+def rank_of(priority: int, tick: int) -> int:
+    """Priority and recency as one number: of two blocks with different ranks the one with the smaller goes first."""
+    return priority << _TICK_BITS | tick
+
+
+def place_of(rank: int, depth: int, block: int) -> int:
+    """Where a block stands in the order, as one number: the smallest goes first. No two blocks have the same."""
+    return rank << _RANK_SHIFT | (_MAX_DEPTH - depth) << _BLOCK_BITS | block
+
+
+def rank_at(place: int) -> int:
+    """The rank of the block that stands at `place`."""
+    return place >> _RANK_SHIFT
+
+
 class EvictionOrder:
     """Idle leaves by owner, then `(priority, tick, deepest first)`.
 
-    Per owner a heap of packed integers, and a column with each block's own entry, the very object that is in the heap.
-    Removal is lazy: an entry counts only while it is its block's, and a heap is rebuilt when most of it is outdated,
-    so every operation is O(log n) amortised.
+    Two columns indexed by block, and per owner a heap of places. Removal is lazy: an entry of a heap counts only while it
+    is the very object in the block's column, and a heap is rebuilt when most of it is outdated, so every operation is
+    O(log n) amortised.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._entry: list[int] = [_ABSENT] * capacity
-        self._owner = array("i", [_ABSENT]) * capacity  # of blocks in the order
+        self._owner = array("i", [_ABSENT]) * capacity
+        self._place: list[int | None] = [None] * capacity  # None: not in the order
         self._heaps: dict[int, list[int]] = {}
         self._counts: dict[int, int] = {}
         self._length = 0
 
     def add(self, block: int, owner: int, priority: int, tick: int, depth: int) -> None:
         """Make `block` evictable; a block already in the order moves to its new place."""
-        if self._entry[block] != _ABSENT:
+        place = place_of(rank_of(priority, tick), depth, block)
+        former = self._place[block]
+        if former is not None:
+            if former == place and self._owner[block] == owner:
+                return
             self.discard(block)
-        # One integer that sorts as rule 4.2 does; two halves, since operations on long integers are what this costs.
-        entry = (priority << _TICK_BITS | tick) << _KEY_BITS | ((_MAX_DEPTH - depth) << _BLOCK_BITS | block)
-        self._entry[block] = entry
+        self._place[block] = place
         self._owner[block] = owner
         self._length += 1
-        heap = self._heaps.get(owner)
-        if heap is None:
-            self._heaps[owner] = [entry]
-            self._counts[owner] = 1
+        count = self._counts.get(owner, 0) + 1
+        self._counts[owner] = count
+        if count == 1:
+            self._heaps[owner] = [place]
             return
-        self._counts[owner] += 1
-        heapq.heappush(heap, entry)
-        if len(heap) > 2 * self._counts[owner] + _SLACK:
+        heap = self._heaps[owner]
+        heapq.heappush(heap, place)
+        if len(heap) > 2 * count + _SLACK:
             self._rebuild(owner)
 
     def discard(self, block: int) -> None:
         """Take `block` out of the order; nothing happens when it is not in it."""
-        entry = self._entry[block]
-        if entry == _ABSENT:
+        if self._place[block] is None:
             return
-        self._entry[block] = _ABSENT
-        self._length -= 1
+        self._place[block] = None
         owner = self._owner[block]
+        self._length -= 1
         left = self._counts[owner] - 1
-        if not left:
+        if left:
+            self._counts[owner] = left
+        else:
             del self._counts[owner]
             del self._heaps[owner]
-            return
-        self._counts[owner] = left
-        heap = self._heaps[owner]
-        if heap[0] is entry:  # The usual case, eviction: what goes is what `least_valuable` has just named.
-            heapq.heappop(heap)
 
     def __contains__(self, block: int) -> bool:
-        return self._entry[block] != _ABSENT
+        return self._place[block] is not None
 
     def __len__(self) -> int:
         return self._length
@@ -88,53 +102,83 @@ class EvictionOrder:
         """How many evictable leaves `owner` has."""
         return self._counts.get(owner, 0)
 
+    def owner_of(self, block: int) -> int:
+        """Whose leaf it is. Only for blocks in the order."""
+        return self._owner[block]
+
     def key_of(self, block: int) -> tuple[int, int, int]:
         """`(priority, tick, -depth)`: the smaller, the sooner it goes. Only for blocks in the order."""
-        value, place = divmod(self._entry[block], 1 << _KEY_BITS)
-        return value >> _TICK_BITS, value & _MAX_TICK, (place >> _BLOCK_BITS) - _MAX_DEPTH
+        place = self._place[block]
+        assert place is not None
+        rank = place >> _RANK_SHIFT
+        return rank >> _TICK_BITS, rank & _TICK_MASK, (place >> _BLOCK_BITS & _MAX_DEPTH) - _MAX_DEPTH
 
     def least_valuable(self, owner: int | None = None, max_priority: int | None = None) -> int | None:
         """The leaf that goes first, of one owner or of all; None when there is none at or below `max_priority`."""
-        if owner is None:
-            top = min(map(self._top, self._counts), default=_ABSENT)
-        else:
-            top = self._top(owner) if owner in self._counts else _ABSENT
-        if top == _ABSENT or (max_priority is not None and top >> _TICK_BITS + _KEY_BITS > max_priority):
+        place = self.first_place(owner)
+        if place is None or (max_priority is not None and place >> _RANK_SHIFT + _TICK_BITS > max_priority):
             return None
-        return top & _MAX_BLOCK
+        return place & _BLOCK_MASK
+
+    def first_place(self, owner: int | None = None) -> int | None:
+        """The place of the leaf that goes first, of one owner or of all."""
+        if owner is not None:
+            return self._top(owner) if owner in self._counts else None
+        return min(map(self._top, self._counts), default=None)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when columns, counts and heaps disagree; slow."""
-        present = [block for block, entry in enumerate(self._entry) if entry != _ABSENT]
+        present = [block for block, place in enumerate(self._place) if place is not None]
         assert len(present) == self._length == sum(self._counts.values())
         assert self._heaps.keys() == self._counts.keys()
         for owner, heap in self._heaps.items():
-            mine = {self._entry[block] for block in present if self._owner[block] == owner}
+            mine = {id(self._place[block]) for block in present if self._owner[block] == owner}
             assert len(mine) == self._counts[owner]
-            assert mine <= set(heap), f"owner {owner} lacks a live entry"
-        assert all(self._entry[block] & _MAX_BLOCK == block for block in present)
+            assert mine <= set(map(id, heap)), f"owner {owner} lacks a live entry"
+            assert all(self._place[block] & _BLOCK_MASK == block for block in present)  # type: ignore[operator]
 
     def _top(self, owner: int) -> int:
-        """The smallest entry of an owner that has one; outdated ones above it go."""
-        heap, entry = self._heaps[owner], self._entry
-        while entry[heap[0] & _MAX_BLOCK] is not heap[0]:
+        """The first live place of an owner that has one; outdated ones before it are dropped."""
+        heap = self._heaps[owner]
+        places = self._place
+        while True:
+            place = heap[0]
+            if places[place & _BLOCK_MASK] is place:
+                return place
             heapq.heappop(heap)
-        return heap[0]
 
     def _rebuild(self, owner: int) -> None:
-        entry = self._entry
-        fresh = [each for each in self._heaps[owner] if entry[each & _MAX_BLOCK] is each]
+        places = self._place
+        fresh = [place for place in self._heaps[owner] if places[place & _BLOCK_MASK] is place]
         heapq.heapify(fresh)
         self._heaps[owner] = fresh
 
 
-def device_victim(order: EvictionOrder, held: Callable[[int], int], share: Callable[[int], float]) -> int | None:
-    """The device block to evict (kv-semantics 4.3): of the owner furthest above its share, else the least valuable.
+def device_giver(
+    order: EvictionOrder, held: Callable[[int], int], share: Callable[[int], float]
+) -> tuple[int | None, float]:
+    """Which owner gives on the device (kv-semantics 4.3), and for how long: while its excess is above the second value.
 
-    `held(owner)` counts blocks held and being allocated, `share(owner)` is in blocks. None when nothing is evictable.
+    The one furthest above its share, ties by 4.2; None when nobody is above: then the least valuable leaf of all goes.
+    `held(owner)` counts blocks held and being allocated, `share(owner)` is in blocks.
     """
-    giver = _furthest_above(order, held, share, order.least_valuable)
-    return giver if giver is not None else order.least_valuable()
+    best: int | None = None
+    excess = rest = 0.0
+    for owner in order.owners():
+        this = held(owner) - share(owner)
+        if this < excess or this <= 0:
+            rest = max(rest, this)
+        elif best is None or this > excess or _goes_before(order, owner, best):
+            best, excess, rest = owner, this, excess
+        else:
+            rest = this
+    return best, rest
+
+
+def device_victim(order: EvictionOrder, held: Callable[[int], int], share: Callable[[int], float]) -> int | None:
+    """The device block to evict: the first of the owner that gives. None when nothing is evictable."""
+    giver, _ = device_giver(order, held, share)
+    return order.least_valuable(giver)
 
 
 def host_victim(
@@ -162,6 +206,12 @@ def host_victim(
 
     giver = _furthest_above(order, held, floor, allowed)
     return giver if giver is not None else own
+
+
+def _goes_before(order: EvictionOrder, owner: int, other: int) -> bool:
+    """Whether the first leaf of `owner` goes before that of `other`; both have one."""
+    mine, theirs = order.first_place(owner), order.first_place(other)
+    return theirs is None or (mine is not None and mine < theirs)
 
 
 def _furthest_above(

@@ -16,16 +16,16 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-from cached.eviction import EvictionOrder, device_victim
-from cached.keys import NO_OWNER, BlockHash, OwnerId, fingerprint
+from cached.eviction import EvictionOrder, device_giver, device_victim, place_of, rank_at, rank_of
+from cached.keys import BlockHash, OwnerId, fingerprint
 from cached.retention import DEFAULT_PRIORITY, MAX_PRIORITY, OnExpiry, Retention, demoted_priority
-from engine.events import Created, Event, Removed, Stored, StoredBlock, Updated
+from engine.event_log import EventLog
+from engine.events import Event
 from engine.interning import InternTable
 from engine.prefix_tree import PrefixTree
 from engine.retention_clock import NEVER, RetentionClock
 
 TIER = "device"
-_FREE_OWNER = -1
 _CARRIED = math.nan
 """The duration of a block that was loaded with its deadline: how long it was to last from each release is not known."""
 _BAND = 20
@@ -45,7 +45,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._ref_count = array("i", bytes(4 * num_blocks))
         self._holds = array("i", bytes(4 * num_blocks))  # own copies under way, and children with holds
-        self._owner = array("i", [_FREE_OWNER]) * num_blocks
+        self._owner = array("i", [-1]) * num_blocks  # of blocks that are not free
         self._namespace = array("i", [-1]) * num_blocks  # of indexed blocks
         self._priority = array("B", [DEFAULT_PRIORITY]) * num_blocks
         self._duration = array("d", [NEVER]) * num_blocks
@@ -64,14 +64,10 @@ class BlockPool:
         self._clock = RetentionClock(num_blocks)
         self._held_by: dict[int, int] = {}  # owner → blocks, free ones excluded
         self._weights: dict[OwnerId, float] = {}
-        self._events: list[Event] = [Created(((TIER, num_blocks),))] if record_events else []
-        self._record_events = record_events
-        self._removing: list[BlockHash] = []
-        self._removing_whose: tuple[int, int] | None = None
-        self._removing_of = ("", NO_OWNER)
+        self._events = EventLog(TIER, num_blocks) if record_events else None
         self._event_token_ids = event_token_ids
         self.indexed_by_priority = array("i", bytes(4 * (MAX_PRIORITY + 1)))
-        self._evictions_by_band = array("q", bytes(8 * (MAX_PRIORITY // _BAND)))
+        self._evictions_by_priority = array("q", bytes(8 * (MAX_PRIORITY + 1)))
         self.num_expired = 0
         self.num_dropped_unused = 0
 
@@ -143,11 +139,11 @@ class BlockPool:
 
     def evictions_of_bands(self) -> dict[str, int]:
         """Evicted blocks by band of priority: "0-19", …, "80-100"."""
-        last = len(self._evictions_by_band) - 1
-        return {
-            f"{band * _BAND}-{band * _BAND + _BAND - 1 if band < last else MAX_PRIORITY}": count
-            for band, count in enumerate(self._evictions_by_band)
-        }
+        bands: dict[str, int] = {}
+        for first in range(0, MAX_PRIORITY, _BAND):
+            last = first + _BAND - 1 if first + _BAND < MAX_PRIORITY else MAX_PRIORITY
+            bands[f"{first}-{last}"] = sum(self._evictions_by_priority[first : last + 1])
+        return bands
 
     def next_deadline(self) -> float | None:
         return self._clock.next_deadline()
@@ -210,33 +206,37 @@ class BlockPool:
     def release(self, blocks: Iterable[int], now: float) -> None:
         """A sequence gives up its blocks: one tick for all of them (kv-semantics 4.2). Unindexed ones become free."""
         self._ticks += 1
-        # Children first: a parent is settled once, when nothing of this release is above it any more.
+        tick, ref_count, holds, duration_of = self._ticks, self._ref_count, self._holds, self._duration
+        is_indexed, has_children = self.tree.is_indexed, self.tree.has_children
+        expiring: dict[float, list[int]] = {}
+        # Children first: a parent is looked at once, when nothing of this release is above it any more.
         for block in blocks:
-            left = self._ref_count[block] - 1
+            left = ref_count[block] - 1
             assert left >= 0, f"block {block} was released more often than acquired"
-            self._ref_count[block] = left
+            ref_count[block] = left
             if left:
                 continue
-            if not self.tree.is_indexed(block):
-                if self._holds[block]:
-                    self._num_departing += 1
-                else:
-                    self._give_free(block)
+            if not is_indexed(block):
+                self._leave_unindexed(block)
                 continue
             self._num_idle += 1
-            self._tick[block] = self._ticks
-            if self._duration[block] != NEVER:
+            self._tick[block] = tick
+            if duration_of[block] != NEVER:
                 self._deadline[block] = deadline = self._deadline_from(block, now)
-                self._clock.start(block, deadline)
-            if not self._holds[block]:
-                self._become_evictable(block)
+                expiring.setdefault(deadline, []).append(block)
+            if not holds[block]:
+                self._is_evictable[block] = 1
+                self._num_evictable += 1
+                if not has_children(block):
+                    self._order.add(block, self._owner[block], self._priority[block], tick, self.tree.depth(block))
+        for deadline, those in expiring.items():
+            self._clock.start_all(those, deadline)
 
-    def _become_evictable(self, block: int) -> None:
-        """`_settle` for a block that has just become idle and is not held: this is what a release costs."""
-        self._is_evictable[block] = 1
-        self._num_evictable += 1
-        if not self.tree.has_children(block):
-            self._order.add(block, self._owner[block], self._priority[block], self._tick[block], self.tree.depth(block))
+    def _leave_unindexed(self, block: int) -> None:
+        if self._holds[block]:
+            self._num_departing += 1
+        else:
+            self._give_free(block)
 
     def drop_private(self, block: int) -> None:
         """Free a block that one sequence has and that never was in the index: no release, so no tick."""
@@ -268,10 +268,9 @@ class BlockPool:
     def take_over(self, block: int, owner: int) -> None:
         """Turn an idle leaf into a private block of `owner`, content and all (kv-semantics 3.5 without copying)."""
         assert block in self._order
-        self._removed((block,))
-        self._flush_removed()
+        self._tell_removed((block,))
         self._unindex(block)
-        self._forget_content(block)
+        self._forget_content((block,))
         self._charge(owner, 1)
         self._charge(self._owner[block], -1)
         self._owner[block] = owner
@@ -311,24 +310,27 @@ class BlockPool:
     def forget(self, block: int) -> None:
         """Take a block and its descendants out of the index; idle ones become free, those in use private."""
         leaving = self.tree.descendants_first(block)
-        self._removed(leaving)
-        self._flush_removed()
+        self._tell_removed(leaving)
         for each in leaving:
             self._leave_index(each, self._holds[each] > 0)
 
     def announce_stored(self, blocks: Sequence[int]) -> None:
         """Tell of full blocks that became shareable: a run, each the child of the one before."""
-        if not self._record_events or not blocks:
+        if self._events is None or not blocks:
             return
         node = self.tree.parent(blocks[0])
-        hash_of, priority = self._hash, self._priority
-        stored = tuple([StoredBlock(hash_of(block), TIER, priority[block], self._token_ids(block)) for block in blocks])
-        parent_hash = self.tree.hash_of(node) if node >= 0 else None
-        self._events.append(Stored(parent_hash, stored, self.namespace_fingerprint(blocks[0]), self.owner(blocks[0])))
+        self._events.stored(
+            self.tree.hash_of(node) if node >= 0 else None,
+            self.tree.hashes_of(blocks),
+            [self._priority[block] for block in blocks],
+            self.namespace_fingerprint(blocks[0]),
+            self.owner(blocks[0]),
+            [self._token_ids(block) for block in blocks] if self._event_token_ids else None,
+        )
 
     def take_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
+        """Everything since the last call, oldest first."""
+        return [] if self._events is None else self._events.take()
 
     # Copies to the tier.
 
@@ -385,37 +387,97 @@ class BlockPool:
         def share(index: int) -> float:
             return weights[index] * blocks_per_weight
 
-        for _ in range(missing):
-            block = self._order.least_valuable() if len(weights) == 1 else device_victim(self._order, held, share)
-            if block is None:
-                assert depart is not None, "evictable blocks are counted, so there is a victim"
-                break  # The ancestors of those that depart are being copied, too.
-            self._evictions_by_band[min(self._priority[block], MAX_PRIORITY - 1) // _BAND] += 1
-            self.num_dropped_unused += not self._was_matched[block]
-            is_departing = depart is not None and depart(block)
-            self._removed((block,))
-            if is_departing:
-                self._leave_index(block, is_held=True)
-            else:
-                self._drop_leaf(block)
-        self._flush_removed()
+        if depart is not None:
+            self._evict_departing(missing, held, share, depart)
+            return
+        while missing:
+            giver, rest = device_giver(self._order, held, share) if len(weights) > 1 else (None, 0.0)
+            most = missing
+            if giver is not None:
+                # It gives while it is furthest above its share; at least the one for which it was chosen.
+                left, its_share, most = held(giver) - 1, share(giver), 1
+                while most < missing and left - its_share > rest:
+                    left, most = left - 1, most + 1
+            chain = self._next_chain(giver, most)
+            self._drop_chain(chain)
+            missing -= len(chain)
 
-    def _drop_leaf(self, block: int) -> None:
-        """`_leave_index` for an evictable leaf, without asking what is known: this is what eviction costs."""
-        self.indexed_by_priority[self._priority[block]] -= 1
-        node = self.tree.remove(block)
+    def _evict_departing(
+        self,
+        missing: int,
+        held: Callable[[int], int],
+        share: Callable[[int], float],
+        depart: Callable[[int], bool],
+    ) -> None:
+        """One by one, since a victim whose copy begins is not to be had yet, and pins its ancestors."""
+        for _ in range(missing):
+            block = device_victim(self._order, held, share)
+            if block is None:
+                return  # The ancestors of those that depart are being copied, too.
+            if not depart(block):
+                self._drop_chain([block])
+                continue
+            self._count_evicted((block,))
+            self._tell_removed((block,))
+            self._leave_index(block, is_held=True)
+
+    def _next_chain(self, giver: int | None, most: int) -> list[int]:
+        """The next victims, at most so many: the first leaf in the order (of one owner, or of all), and above it what would
+        come next anyway. So a chain costs one place in the order, not one a block.
+
+        Blocks of another owner end the chain: with them the choice between owners begins anew.
+        """
+        block = self._order.least_valuable(giver)
+        assert block is not None, "evictable blocks are counted, so there is a victim"
         self._order.discard(block)
-        self._is_evictable[block] = 0
-        self._num_evictable -= 1
-        self._num_idle -= 1
-        if self._deadline[block] != NEVER:
-            self._clock.stop(block)
-        self._is_written[block] = 0
-        self.namespaces.release(self._namespace[block])
-        self._namespace[block] = -1
-        self._give_free(block)
-        if node >= 0 and self._is_evictable[node] and not self.tree.has_children(node):
+        chain, owner = [block], self._owner[block]
+        next_place = self._order.first_place(giver)
+        next_rank = None if next_place is None else rank_at(next_place)
+        owners, priorities, ticks, is_evictable = self._owner, self._priority, self._tick, self._is_evictable
+        lone_parent = self.tree.lone_parent
+        while len(chain) < most:
+            block = lone_parent(block)
+            if block < 0 or not is_evictable[block] or owners[block] != owner:
+                break
+            if next_rank is not None:
+                rank = rank_of(priorities[block], ticks[block])
+                if rank > next_rank:
+                    break
+                if rank == next_rank and place_of(rank, self.tree.depth(block), block) > next_place:  # type: ignore[operator]
+                    break
+            chain.append(block)
+        return chain
+
+    def _drop_chain(self, chain: list[int]) -> None:
+        """Free evictable blocks of one owner, a leaf and those above it, without asking what is known: this is what eviction
+        costs."""
+        owner, namespace = self._owner[chain[0]], self._namespace[chain[0]]
+        self._count_evicted(chain)
+        node, hashes = self.tree.remove_chain(chain)
+        if self._events is not None and hashes:
+            self._events.removed(hashes, self._fingerprints[namespace], self.owner(chain[0]))
+        self._num_evictable -= len(chain)
+        self._num_idle -= len(chain)
+        is_evictable, deadlines = self._is_evictable, self._deadline
+        indexed, priorities = self.indexed_by_priority, self._priority
+        for block in chain:
+            indexed[priorities[block]] -= 1
+            is_evictable[block] = 0
+            if deadlines[block] != NEVER:
+                self._clock.stop(block)
+        self._order.discard(chain[0])
+        self.namespaces.release(namespace, len(chain))
+        self._charge(owner, -len(chain))
+        self._free.extend(chain)
+        if node >= 0 and is_evictable[node] and not self.tree.has_children(node):
             self._order.add(node, self._owner[node], self._priority[node], self._tick[node], self.tree.depth(node))
+
+    def _count_evicted(self, blocks: Sequence[int]) -> None:
+        evicted, priorities, was_matched = self._evictions_by_priority, self._priority, self._was_matched
+        for block in blocks:
+            evicted[priorities[block]] += 1
+            if not was_matched[block]:
+                self.num_dropped_unused += 1
 
     def _leave_index(self, block: int, is_held: bool) -> None:
         self._unindex(block)
@@ -433,23 +495,25 @@ class BlockPool:
         blocks = self._free[len(self._free) - count :]
         blocks.reverse()
         del self._free[len(self._free) - count :]
+        ref_count, owners = self._ref_count, self._owner
         for block in blocks:
-            self._ref_count[block] = 1
-            self._owner[block] = owner
-            self._forget_content(block)
+            ref_count[block] = 1
+            owners[block] = owner
+        self._forget_content(blocks)
         self._charge(owner, count)
         return blocks
 
-    def _forget_content(self, block: int) -> None:
-        self._priority[block] = DEFAULT_PRIORITY
-        self._duration[block] = self._deadline[block] = NEVER
-        self._is_drop[block] = 0
-        self._was_matched[block] = 0
-        self._in_tier_since[block] = -NEVER
+    def _forget_content(self, blocks: Sequence[int]) -> None:
+        priority, duration, deadline = self._priority, self._duration, self._deadline
+        is_drop, was_matched, in_tier_since = self._is_drop, self._was_matched, self._in_tier_since
+        for block in blocks:
+            priority[block] = DEFAULT_PRIORITY
+            duration[block] = deadline[block] = NEVER
+            is_drop[block] = was_matched[block] = 0
+            in_tier_since[block] = -NEVER
 
     def _give_free(self, block: int) -> None:
         self._charge(self._owner[block], -1)
-        self._owner[block] = _FREE_OWNER
         self._free.append(block)
 
     def _charge(self, owner: int, count: int) -> None:
@@ -484,10 +548,8 @@ class BlockPool:
         if self._ref_count[block] == 0:
             self._num_idle -= 1
         self._clock.stop(block)
-        self._is_written[block] = 0
         self._settle(block)
         self.namespaces.release(self._namespace[block])
-        self._namespace[block] = -1
         if node >= 0:
             if is_holding_parent:
                 self._unhold_path(node)
@@ -528,10 +590,9 @@ class BlockPool:
         self.indexed_by_priority[priority] += 1
         if block in self._order:
             self._settle(block)
-        if self._record_events and self._is_written[block] and self.tree.hash_of(block) is not None:
-            self._events.append(
-                Updated(self._hash(block), TIER, old, priority, self.namespace_fingerprint(block), self.owner(block))
-            )
+        block_hash = self.tree.hash_of(block)
+        if self._events is not None and self._is_written[block] and block_hash is not None:
+            self._events.updated(block_hash, old, priority, self.namespace_fingerprint(block), self.owner(block))
 
     def _deadline_from(self, block: int, now: float) -> float:
         duration = self._duration[block]
@@ -539,38 +600,19 @@ class BlockPool:
             return NEVER
         return self._deadline[block] if math.isnan(duration) else now + duration
 
-    def _hash(self, block: int) -> BlockHash:
-        block_hash = self.tree.hash_of(block)
-        assert block_hash is not None
-        return block_hash
-
-    def _token_ids(self, block: int) -> tuple[int, ...] | None:
-        if not self._event_token_ids:
-            return None
+    def _token_ids(self, block: int) -> tuple[int, ...]:
         key = self.tree.key_of(block)
         return tuple(int.from_bytes(key[at : at + 4], "big") for at in range(0, len(key), 4))
 
-    def _removed(self, blocks: Iterable[int]) -> None:
-        """Note that blocks leave the index; `_flush_removed` tells of them, many in one event."""
-        if not self._record_events:
+    def _tell_removed(self, blocks: Iterable[int]) -> None:
+        """Tell of blocks that are about to leave the index, one after the other."""
+        if self._events is None:
             return
         for block in blocks:
             block_hash = self.tree.hash_of(block)
             # Unwritten blocks were never announced; partial tails have no events (kv-semantics 1.5).
-            if block_hash is None or not self._is_written[block]:
-                continue
-            whose = (self._namespace[block], self._owner[block])
-            if whose != self._removing_whose:
-                self._flush_removed()
-                self._removing_whose = whose
-                self._removing_of = (self.namespace_fingerprint(block), self.owner(block))
-            self._removing.append(block_hash)
-
-    def _flush_removed(self) -> None:
-        if self._removing:
-            self._events.append(Removed(tuple(self._removing), TIER, *self._removing_of))
-            self._removing = []
-        self._removing_whose = None
+            if block_hash is not None and self._is_written[block]:
+                self._events.removed((block_hash,), self.namespace_fingerprint(block), self.owner(block))
 
     def check_invariants(self) -> None:
         """Raise AssertionError where a structure contradicts another; slow and complete."""
@@ -584,8 +626,6 @@ class BlockPool:
             is_indexed = self.tree.is_indexed(block)
             is_free = not is_indexed and not self._ref_count[block] and not self._holds[block]
             assert is_free == (block in free), f"block {block}"
-            assert is_free == (self._owner[block] == _FREE_OWNER)
-            assert is_indexed or not self._is_written[block]
             assert self._is_evictable[block] == (is_indexed and not self._ref_count[block] and not self._holds[block])
             is_leaf = bool(self._is_evictable[block]) and not self.tree.has_children(block)
             assert is_leaf == (block in self._order)

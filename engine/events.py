@@ -32,12 +32,25 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run of blocks, each the child of the one before; `parent_hash` None for a first block."""
+    """A run of blocks, each the child of the one before; `parent_hash` None for a first block.
+
+    Kept by columns, since a long prompt stores thousands; `blocks` gives the rows that rule 6.1 speaks of.
+    """
 
     parent_hash: BlockHash | None
-    blocks: tuple[StoredBlock, ...]
+    block_hashes: tuple[BlockHash, ...]
+    priorities: tuple[int, ...]
+    tier: str
     namespace_fingerprint: str
     owner: OwnerId
+    token_ids: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def blocks(self) -> tuple[StoredBlock, ...]:
+        """The blocks one by one."""
+        told = self.token_ids if self.token_ids is not None else (None,) * len(self.block_hashes)
+        rows = zip(self.block_hashes, self.priorities, told, strict=True)
+        return tuple(StoredBlock(block_hash, self.tier, priority, tokens) for block_hash, priority, tokens in rows)
 
 
 @dataclass(frozen=True, slots=True)

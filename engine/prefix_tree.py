@@ -69,6 +69,11 @@ class PrefixTree:
         """None for a partial tail, and for a block that is not indexed."""
         return self._hash[block]
 
+    def hashes_of(self, blocks: Sequence[int]) -> list[BlockHash]:
+        """The hashes of full blocks that are indexed."""
+        hashes = self._hash
+        return [block_hash for block in blocks if (block_hash := hashes[block]) is not None]
+
     def num_tokens(self, block: int) -> int:
         return self._filled[block]
 
@@ -115,16 +120,31 @@ class PrefixTree:
     def remove(self, block: int) -> int:
         """Take a leaf out of the index; returns its parent node."""
         assert self._filled[block]
-        assert self._child[block] == _NONE, "dependents first (kv-semantics 4.1)"
+        return self.remove_chain((block,))[0]
+
+    def lone_parent(self, block: int) -> int:
+        """The parent block that has no other child; -1 where there is none."""
         node = self._parent[block]
-        self._unlink(block, node)
-        block_hash = self._hash[block]
-        if block_hash is not None:
-            del self._by_hash[block_hash]
-            self._hash[block] = None
-        self._filled[block] = 0
-        self._parent[block] = _NONE
-        return node
+        return node if node >= 0 and self._child[node] == block else _NONE
+
+    def remove_chain(self, chain: Sequence[int]) -> tuple[int, list[BlockHash]]:
+        """Take a leaf and the blocks above it, each the lone parent of the one before, out of the index.
+
+        Returns the parent node of the last one, and the hashes of full blocks, in the order of the chain.
+        """
+        assert self._child[chain[0]] == _NONE, "dependents first (kv-semantics 4.1)"
+        node = self._parent[chain[-1]]
+        self._unlink(chain[-1], node)
+        hashes, by_hash, filled = self._hash, self._by_hash, self._filled
+        gone: list[BlockHash] = []
+        for block in chain:
+            filled[block] = 0
+            block_hash = hashes[block]
+            if block_hash is not None:
+                del by_hash[block_hash]
+                hashes[block] = None
+                gone.append(block_hash)
+        return node, gone
 
     def children(self, node: int) -> list[int]:
         """All children of a node, in order of their tokens."""

@@ -533,9 +533,9 @@ def test_replaying_the_events_gives_the_index() -> None:
     index: dict[bytes, int] = {}
     for event in world.events:
         match event:
-            case Stored(parent_hash, blocks):
+            case Stored(parent_hash):
                 assert parent_hash is None or parent_hash in index
-                index.update((block.block_hash, block.priority) for block in blocks)
+                index.update((block.block_hash, block.priority) for block in event.blocks)
             case Removed(hashes):
                 for block_hash in hashes:
                     del index[block_hash]
