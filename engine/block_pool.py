@@ -258,6 +258,14 @@ class BlockPool:
         self._is_drop[block] = retention.on_expiry == "drop"
         self._set_priority(block, retention.priority)
 
+    def set_new(self, blocks: Sequence[int], retentions: Sequence[Retention]) -> None:
+        """What private blocks get that have just been allocated."""
+        priorities, durations, is_drop = self._priority, self._duration, self._is_drop
+        for block, retention in zip(blocks, retentions, strict=True):
+            priorities[block] = retention.priority
+            durations[block] = NEVER if retention.duration_s is None else retention.duration_s
+            is_drop[block] = retention.on_expiry == "drop"
+
     def set_travelled(self, block: int, priority: int, deadline: float | None, on_expiry: OnExpiry) -> None:
         """What came with a loaded block (kv-semantics 2.6): its deadline goes on running, whatever is released."""
         self._duration[block] = NEVER if deadline is None else _CARRIED
@@ -602,7 +610,7 @@ class BlockPool:
 
     def _token_ids(self, block: int) -> tuple[int, ...]:
         key = self.tree.key_of(block)
-        return tuple(int.from_bytes(key[at : at + 4], "big") for at in range(0, len(key), 4))
+        return tuple(int.from_bytes(key[at : at + 4], "little") for at in range(0, len(key), 4))
 
     def _tell_removed(self, blocks: Iterable[int]) -> None:
         """Tell of blocks that are about to leave the index, one after the other."""

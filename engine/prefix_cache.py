@@ -39,20 +39,14 @@ class PrefixCache:
 
     def walk(self, sequence: Sequence) -> Walk:
         """Full blocks on the device, of at most all tokens but one (kv-semantics 3.1, 3.4)."""
-        node = root_of(sequence.namespace_index)
-        blocks: list[int] = []
+        root = root_of(sequence.namespace_index)
         if not self._settings.enable_block_reuse:
-            return Walk((), node, None, True)
+            return Walk((), root, None, True)
         count = self.num_servable(sequence)
         hashes = sequence.block_hashes(count)
-        find = self._pool.tree.find
-        for place in range(count):
-            block = find(hashes[place], node, sequence.block_key(place))
-            if block is None:
-                return Walk(tuple(blocks), node, hashes[place], self._is_written(blocks))
-            blocks.append(block)
-            node = block
-        return Walk(tuple(blocks), node, None, self._is_written(blocks))
+        blocks = self._pool.tree.find_run(root, hashes, bytes(sequence.key), count)
+        stopped_at = hashes[len(blocks)] if len(blocks) < count else None
+        return Walk(tuple(blocks), blocks[-1] if blocks else root, stopped_at, self._is_written(blocks))
 
     def num_servable(self, sequence: Sequence) -> int:
         """Full blocks that may come from a cache: one token has to be computed."""
@@ -104,8 +98,7 @@ class PrefixCache:
         for place, block in enumerate(walk.blocks):
             pool.mark_matched(block, sequence.explicit_retention(place))
         if sequence.has_retention:
-            for place, block in enumerate(new, num_matched):
-                pool.set_retention(block, sequence.new_block_retention(place))
+            pool.set_new(new, sequence.new_block_retentions(num_matched, num_matched + len(new)))
         sequence.table = [*walk.blocks, *new]
         sequence.num_matched = sequence.num_published = num_matched
         sequence.parent_node = walk.node
@@ -163,7 +156,7 @@ class PrefixCache:
     def _index_run(self, sequence: Sequence, start: int, end: int, is_written: bool) -> None:
         blocks = sequence.table[start:end]
         hashes = sequence.hashes[start:end]
-        keys = [sequence.block_key(place) for place in range(start, end)]
+        keys = sequence.block_keys(start, end)
         namespace = sequence.namespace_index
         self._pool.index_run(blocks, sequence.parent_node, namespace, hashes, keys, is_written)
         sequence.parent_node = blocks[-1]

@@ -36,7 +36,8 @@ def root_of(namespace: int) -> int:
 
 
 class PrefixTree:
-    """Parent, tokens, hash and children of every indexed block. Keys are big-endian tokens, so they sort by token."""
+    """Parent, tokens, hash and children of every indexed block. A key is a run of tokens as bytes, four for each, as they
+    are hashed; sorted as bytes, the neighbours of a key share the most tokens with it whatever the order of bytes."""
 
     def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
         self._row = tokens_per_block * TOKEN_BYTES
@@ -78,7 +79,7 @@ class PrefixTree:
         return self._filled[block]
 
     def key_of(self, block: int) -> bytes:
-        """The tokens of an indexed block, big-endian."""
+        """The tokens of an indexed block, as bytes."""
         start = block * self._row
         return bytes(self._tokens[start : start + self._filled[block] * TOKEN_BYTES])
 
@@ -89,6 +90,22 @@ class PrefixTree:
             return None
         start = block * self._row
         return block if self._tokens[start : start + self._row] == key else None
+
+    def find_run(self, node: int, hashes: Sequence[BlockHash], packed: bytes, count: int) -> list[int]:
+        """The first of `count` full blocks below `node` that are indexed, each the child of the one before; `packed` has the
+        tokens of all."""
+        by_hash, parents, tokens, row = self._by_hash.get, self._parent, self._tokens, self._row
+        found: list[int] = []
+        for place in range(count):
+            block = by_hash(hashes[place])
+            if block is None or parents[block] != node:
+                break
+            start = block * row
+            if tokens[start : start + row] != packed[place * row : place * row + row]:
+                break
+            found.append(block)
+            node = block
+        return found
 
     def knows(self, block_hash: BlockHash) -> bool:
         """Whether a block of this hash is indexed, whatever its parent and tokens."""

@@ -57,7 +57,7 @@ class Sequence:
     submitted_at: float
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)
-    key: bytearray = field(default_factory=bytearray)  # big-endian tokens: what the tree compares
+    key: bytearray = field(default_factory=bytearray)  # the tokens as bytes: what is hashed, and what the tree compares
     hashes: list[BlockHash] = field(default_factory=list)  # of full blocks, as far as somebody has asked
     confirmed: int = 0
 
@@ -75,6 +75,9 @@ class Sequence:
     tier_run: tuple[int, int] | None = None  # first block and number of blocks that the tier was found to hold
     num_lookups: int = 0
 
+    # What the request asked for, block by block, once somebody has asked.
+    _explicit: list[Retention | None] | None = None
+
     # The end.
     is_cancelled: bool = False  # nobody listens any more
     tokens_kept: int | None = None  # told by `stop`
@@ -86,7 +89,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        self.key = bytearray(_key(self.tokens))
+        self.key = bytearray(token_bytes(self.request.prompt))
         self.reset_device()
 
     @property
@@ -122,12 +125,18 @@ class Sequence:
     def append(self, token: int) -> None:
         """A token was sampled; its K and V are not computed yet."""
         self.tokens.append(token)
-        self.key += token.to_bytes(TOKEN_BYTES, "big")
+        self.key += token.to_bytes(TOKEN_BYTES, "little")
 
     def block_key(self, place: int) -> bytes:
         """The tokens of the full block at `place`, as the tree compares them."""
         row = self.tokens_per_block * TOKEN_BYTES
         return bytes(self.key[place * row : (place + 1) * row])
+
+    def block_keys(self, start: int, end: int) -> list[bytes]:
+        """`block_key` of the full blocks at places [start, end)."""
+        row = self.tokens_per_block * TOKEN_BYTES
+        packed = bytes(self.key[start * row : end * row])
+        return [packed[at : at + row] for at in range(0, len(packed), row)]
 
     def tokens_key(self, start: int, end: int) -> bytes:
         return bytes(self.key[start * TOKEN_BYTES : end * TOKEN_BYTES])
@@ -136,21 +145,24 @@ class Sequence:
         """The hashes of at least the first `count` full blocks; computed once each."""
         done = len(self.hashes)
         if done < count:
-            size = self.tokens_per_block
-            packed = token_bytes(self.tokens[done * size : count * size])
-            row = size * TOKEN_BYTES
             parent: bytes = self.hashes[-1] if done else self.namespace
-            for at in range(0, len(packed), row):
-                parent = hashlib.sha256(parent + packed[at : at + row]).digest()
+            fresh = hashlib.sha256().copy  # A copy of an empty hasher costs half of a new one.
+            for key in self.block_keys(done, count):
+                hasher = fresh()
+                hasher.update(parent + key)
+                parent = hasher.digest()
                 self.hashes.append(BlockHash(parent))
         return self.hashes
 
     def explicit_retention(self, place: int) -> Retention | None:
         """The range that covers the first token of the block at `place`, if one does (kv-semantics 2.3)."""
-        first = place * self.tokens_per_block
-        if first >= self.num_prompt or not self.request.retention.ranges:
+        ranges = self.request.retention.ranges
+        if not ranges:
             return None
-        return self.request.retention.for_prompt_block(first)
+        if self._explicit is None:
+            firsts = range(0, self.num_prompt, self.tokens_per_block)
+            self._explicit = [self.request.retention.for_prompt_block(first) for first in firsts]
+        return self._explicit[place] if place < len(self._explicit) else None
 
     @property
     def has_retention(self) -> bool:
@@ -159,9 +171,13 @@ class Sequence:
 
     def new_block_retention(self, place: int) -> Retention:
         """What a new block at `place` gets (kv-semantics 2.3)."""
-        if place * self.tokens_per_block >= self.num_prompt:
-            return self.request.retention.decode
-        return self.explicit_retention(place) or _DEFAULT
+        return self.new_block_retentions(place, place + 1)[0]
+
+    def new_block_retentions(self, start: int, end: int) -> list[Retention]:
+        """What new blocks at places [start, end) get."""
+        num_of_prompt = -(-self.num_prompt // self.tokens_per_block)
+        of_prompt = [self.explicit_retention(place) or _DEFAULT for place in range(start, min(end, num_of_prompt))]
+        return of_prompt + [self.request.retention.decode] * (end - start - len(of_prompt))
 
     def reset_device(self) -> None:
         """Nothing of it is on the device."""
@@ -174,11 +190,3 @@ class Sequence:
         self.twins = {}
         self.tier_run = None
         self.num_lookups = 0
-
-
-def _key(tokens: list[int]) -> bytes:
-    little = token_bytes(tokens)
-    big = bytearray(len(little))
-    for byte in range(TOKEN_BYTES):
-        big[byte::TOKEN_BYTES] = little[TOKEN_BYTES - 1 - byte :: TOKEN_BYTES]
-    return bytes(big)

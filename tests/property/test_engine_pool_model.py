@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cached.keys import BlockHash, OwnerId
 from cached.retention import Retention
 from engine.block_pool import BlockPool
+from engine.events import Removed
 from engine.prefix_tree import root_of
 
 NUM_BLOCKS = 12
@@ -68,6 +69,7 @@ class PoolAgainstScan(RuleBasedStateMachine):
         victims = self.victims(count, owner, set(matched))
         for each in matched:
             self.pool.acquire(self.nodes[each].block)
+        self.pool.take_events()
         got = self.pool.allocate(count, self.numbers[owner][0])
         if victims is None:
             assert got is None
@@ -75,6 +77,11 @@ class PoolAgainstScan(RuleBasedStateMachine):
                 self.pool.unacquire(self.nodes[each].block)
             return
         assert got is not None, f"{count} blocks were to be had by evicting {victims}"
+        # One after the other, as if each had been chosen alone: the order of rules 4.2 and 4.3 holds inside a chain, too.
+        removed = [
+            each for event in self.pool.take_events() if isinstance(event, Removed) for each in event.block_hashes
+        ]
+        assert removed == [hash_of(gone) for gone in victims]
         for gone in victims:
             del self.nodes[gone]
         for each in matched:
