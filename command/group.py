@@ -6,6 +6,7 @@ added to their commands here, so that no package has to know of them. Settings a
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 from collections.abc import Sequence
@@ -104,15 +105,18 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def with_global_flags(command: click.Command) -> click.Command:
-    """`command` and everything below it with `--state-dir` and `--config`; does nothing the second time."""
+    """A copy of `command` and of everything below it that also takes `--state-dir` and `--config`.
+
+    A copy, because the command is another package's: whoever calls it there must find it as it was made.
+    """
+    own = copy.copy(command)
     if not any(parameter.name == "state_dir" for parameter in command.params):
-        command.params.extend(global_flags())
-    if isinstance(command, click.Group):
-        for child in command.commands.values():
-            with_global_flags(child)
-        if not isinstance(command, HaloclineGroup):
-            _suggest(command)
-    return command
+        own.params = [*command.params, *global_flags()]
+    if isinstance(own, click.Group):
+        own.commands = {name: with_global_flags(child) for name, child in own.commands.items()}
+        if not isinstance(own, HaloclineGroup):
+            _suggest(own)
+    return own
 
 
 def global_flags() -> list[click.Option]:
@@ -136,9 +140,8 @@ def global_flags() -> list[click.Option]:
 
 
 def _remember(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    context = ctx.ensure_object(CommandContext)
     if value is not None and parameter.name is not None:
-        setattr(context, parameter.name, value)
+        setattr(ctx.ensure_object(CommandContext), parameter.name, value)
 
 
 def _suggest(group: click.Group) -> None:
