@@ -15,7 +15,7 @@ from collections.abc import Sequence as Listed
 from cached.keys import OwnerId, namespace, token_bytes
 from engine.block_pool import BlockPool
 from engine.errors import EngineError
-from engine.events import Event
+from engine.events import Event, SnapshotBlock
 from engine.offload import Offloader, Outbox
 from engine.onboarding import Onboarding
 from engine.plan import Sampled, StepPlan, StepResult
@@ -211,6 +211,11 @@ class EngineCore:
     def take_events(self) -> list[Event]:
         """What happened to the index since the last call, oldest first (kv-semantics 6.1)."""
         return self._pool.take_events()
+
+    def snapshot(self) -> tuple[SnapshotBlock, ...]:
+        """The index as it is after all events so far, parents before children (kv-semantics 6.3): take the events first,
+        and it is the index before the next event."""
+        return self._pool.snapshot()
 
     def statistics(self) -> CoreStatistics:
         """A frozen picture of all gauges and counters."""

@@ -79,6 +79,19 @@ Event = Created | Stored | Removed | Updated
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotBlock:
+    """One block of the index, as a snapshot has it (kv-semantics 6.3); its parent comes before it."""
+
+    block_hash: BlockHash
+    parent_hash: BlockHash | None
+    tier: str
+    priority: int
+    namespace_fingerprint: str
+    owner: OwnerId
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NumberedEvent:
     """An event as a consumer sees it: its number rises by one, its incarnation is new at every engine start."""
 
@@ -109,6 +122,11 @@ class EventRing:
         """The cursor of a reader that has seen everything."""
         return self._next_id
 
+    @property
+    def oldest_event_id(self) -> int:
+        """The oldest event that is still here; with none here, what the next one will be called."""
+        return self._next_id - len(self._events)
+
     def append(self, events: Iterable[Event]) -> None:
         """Number and keep events; the oldest fall out."""
         if self._capacity == 0:
@@ -119,7 +137,7 @@ class EventRing:
 
     def read(self, cursor: int, limit: int) -> list[NumberedEvent] | Lost:
         """At most `limit` events from `cursor` on, or what a reader that fell behind has to know."""
-        oldest = self._next_id - len(self._events)
+        oldest = self.oldest_event_id
         if cursor < oldest or cursor > self._next_id:
             return Lost(oldest)
         first = cursor - oldest

@@ -194,6 +194,10 @@ class PrefixTree:
         """Every indexed block; slow."""
         return (block for block, filled in enumerate(self._filled) if filled)
 
+    def parents_first(self) -> list[int]:
+        """Every indexed block, each after its parent; slow."""
+        return sorted(self.indexed(), key=self._depth.__getitem__)
+
     def check_invariants(self) -> None:
         """Raise AssertionError when columns, hashes and children disagree; slow."""
         count = 0
