@@ -17,7 +17,7 @@ import tracemalloc
 from time import process_time
 
 from bench.report import finish, median
-from cached.keys import NO_OWNER, block_hashes, namespace
+from cached.keys import NO_OWNER, OwnerId, block_hashes, namespace
 from cached.retention import Retention, RetentionConfig, TokenRange
 from engine.block_pool import BlockPool
 from engine.core import CoreSettings, EngineCore, NewRequest
@@ -28,6 +28,7 @@ SIZE = 16
 PROMPT_BLOCKS = 1000
 ROUNDS = 30
 EVICTED_AT_ONCE = 500
+OWNERS = 100
 SMALL, MIDDLE, LARGE = 10_000, 200_000, 1_000_000
 BARS = {"prompt_ms": 8.0, "evict_us": 4.0, "metadata_bytes": 450 + 4 * SIZE, "growth": 3.0}
 ROOT = namespace(b"bench", None)
@@ -39,6 +40,7 @@ def main() -> None:
     rng = random.Random(1)
     cold, warm = prompt_costs_ms(rng)
     evict = {count: eviction_cost_us(count, rng) for count in (SMALL, MIDDLE, LARGE)}
+    shared = eviction_cost_us(MIDDLE, rng, num_owners=OWNERS)
     metadata = metadata_bytes(MIDDLE, rng)
     figures = {
         "prompt_ms": max(median(cold), median(warm)),
@@ -51,6 +53,7 @@ def main() -> None:
         "prompt_cold_ms": median(cold),
         "prompt_warm_ms": median(warm),
         "evict_us_by_blocks": {str(count): median(each) for count, each in evict.items()},
+        f"evict_us_{OWNERS}_owners": median(shared),
         "bars": BARS,
         "holds": {name: figures[name] <= bar for name, bar in BARS.items()},
     }
@@ -108,9 +111,9 @@ def tokens(rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.choices(range(1 << 31), k=PROMPT_BLOCKS * SIZE + 1))
 
 
-def eviction_cost_us(num_blocks: int, rng: random.Random) -> list[float]:
+def eviction_cost_us(num_blocks: int, rng: random.Random, num_owners: int = 1) -> list[float]:
     """Microseconds per evicted block, of ROUNDS allocations in a full pool."""
-    pool = filled(num_blocks, rng)
+    pool = filled(num_blocks, rng, num_owners)
     owner, _ = pool.enter(NO_OWNER, ROOT)
     gc.collect()
     gc.freeze()  # A collection walks the whole heap, which an engine has frozen, too.
@@ -137,12 +140,13 @@ def metadata_bytes(num_blocks: int, rng: random.Random) -> float:
     return held / pool.num_blocks
 
 
-def filled(num_blocks: int, rng: random.Random) -> BlockPool:
-    """A pool without a free block: idle chains, released one after the other."""
+def filled(num_blocks: int, rng: random.Random, num_owners: int = 1) -> BlockPool:
+    """A pool without a free block: idle chains, released one after the other, of owners in turn."""
     pool = BlockPool(num_blocks, SIZE, record_events=True)
-    owner, names = pool.enter(NO_OWNER, ROOT)
+    entered = [pool.enter(OwnerId(number.to_bytes(16, "big")), ROOT) for number in range(num_owners)]
     now = 0.0
     while pool.num_free:
+        owner, names = rng.choice(entered)
         count = min(rng.randint(1, 32), pool.num_free)
         packed = rng.randbytes(4 * SIZE * count)
         row = 4 * SIZE

@@ -37,6 +37,9 @@ def save_chart(result: SimulationResult, path: Path) -> None:
         style = "--" if policy == "belady" else "-"
         axes.plot([r.blocks for r in runs], [r.hit_rate * 100 for r in runs], style, marker="o", label=policy)
     axes.set_xscale("log")
+    capacities = sorted({run.blocks for run in result.runs})
+    axes.set_xticks(capacities, [f"{each:,}" for each in capacities], rotation=30)
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"capacity (blocks of {result.tokens_per_block} tokens)")
     axes.set_ylabel("prompt tokens served from cache (%)")

@@ -27,28 +27,31 @@ class Ceiling:
         self._blocks = array("I")
         self._ends = array("Q")
         self._servable = array("I")
+        self._needed = array("I")
 
     @property
     def num_distinct(self) -> int:
         """Different blocks in the trace."""
         return len(self._numbers)
 
-    def take(self, hashes: Sequence[BlockHash], servable: int) -> None:
-        """The next request's full blocks; `servable` of them may come from a cache (kv-semantics 3.1)."""
+    def take(self, hashes: Sequence[BlockHash], servable: int, needed: int) -> None:
+        """The next request's full blocks; `servable` of them may come from a cache (kv-semantics 3.1), and `needed` are
+        the blocks that the whole prompt takes."""
         self._blocks.extend(self._numbers.setdefault(each, len(self._numbers)) for each in hashes)
         self._ends.append(len(self._blocks))
         self._servable.append(servable)
+        self._needed.append(needed)
 
     def serve(self, trace: Ceiling | None = None) -> tuple[int, int, int]:
         """(blocks served, requests too long for the pool, blocks evicted) over the references that `trace` holds."""
         whole = trace or self
-        next_use = whole._next_uses()
+        next_use = whole._next_uses(self.capacity)
         resident: dict[int, int] = {}  # block → the request that uses it next
         heap: list[tuple[int, int, int]] = []
         served = refused = evicted = start = 0
-        for end, servable in zip(whole._ends, whole._servable, strict=True):
+        for end, servable, needed in zip(whole._ends, whole._servable, whole._needed, strict=True):
             blocks = whole._blocks[start:end]
-            if len(blocks) > self.capacity:
+            if needed > self.capacity:
                 refused += 1
                 start = end
                 continue
@@ -69,13 +72,16 @@ class Ceiling:
             start = end
         return served, refused, evicted
 
-    def _next_uses(self) -> array[int]:
-        """For each reference, the number of the next request that has the same block."""
+    def _next_uses(self, capacity: int) -> array[int]:
+        """For each reference, the number of the next request that has the same block and fits the pool."""
         following = array("I", [_NEVER]) * len(self._blocks)
         last = array("I", [_NEVER]) * len(self._numbers)
         end = len(self._blocks)
         for request in range(len(self._ends) - 1, -1, -1):
             start = self._ends[request - 1] if request else 0
+            if self._needed[request] > capacity:
+                end = start
+                continue
             for at in range(start, end):
                 following[at] = last[self._blocks[at]]
                 last[self._blocks[at]] = request

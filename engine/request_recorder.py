@@ -10,7 +10,6 @@ import os
 import queue
 import secrets
 import threading
-import time
 from pathlib import Path
 from typing import Final
 
@@ -40,10 +39,10 @@ class RequestRecorder:
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
-    def record(self, request: NewRequest, at_s: float | None = None) -> None:
-        """Write a line of this request, when there is time; `at_s` is in seconds since 1970, None: now."""
+    def record(self, request: NewRequest, at_s: float) -> None:
+        """Write a line of this request, when there is time; `at_s` is in seconds since 1970."""
         try:
-            self._queue.put_nowait((request, time.time() if at_s is None else at_s))
+            self._queue.put_nowait((request, at_s))
         except queue.Full:
             self.num_dropped += 1
 

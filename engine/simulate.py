@@ -115,8 +115,9 @@ class Simulation:
             for run in runs:
                 run.take(prompt, request, retention, self._now)
         servable = min(len(hashes), (request.num_tokens - 1) // self.tokens_per_block)
-        for ceiling in self._ceilings[:1]:
-            ceiling.take(hashes, servable)
+        needed = -(-len(prompt) // self._row)
+        for ceiling in self._ceilings[:1]:  # They share one trace.
+            ceiling.take(hashes, servable, needed)
 
     def result(self) -> SimulationResult:
         """What was served of all requests so far, by policy, then capacity."""

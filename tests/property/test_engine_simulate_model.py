@@ -87,6 +87,16 @@ def test_nothing_serves_more_than_the_ceiling_or_than_a_pool_without_end(
         assert served[policy, capacity] <= served["belady", capacity] <= everything
 
 
+def test_the_ceiling_keeps_nothing_for_requests_that_will_be_refused() -> None:
+    """It once kept, for ever, blocks whose next use was a prompt longer than the pool, and served less than LRU did."""
+    long = [1, 1, 1, 1, 1, 1]
+    requests = requests_of([([1, 1], 0, 1), (long, 1, 0), *[([0, 0], 1, 1), ([2, 2], 1, 1)] * 3])
+
+    served = simulated(requests, capacities=(5,), policies=("lru", "belady"))
+
+    assert served["belady", 5] == served["lru", 5] == 4 * 2 * MOONCAKE_TOKENS
+
+
 @settings(max_examples=30, deadline=None)
 @given(traces, st.integers(1, 8))
 def test_an_endless_host_tier_makes_up_for_a_small_pool(trace: list[tuple[list[int], int, int]], capacity: int) -> None:
