@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from gateway.config import GatewayConfig
     from tenants.config import TenantsConfig
+    from tenants.values import RetentionRules
 
 
 class CommandContext:
@@ -59,6 +60,12 @@ class CommandContext:
     @property
     def gateway(self) -> GatewayConfig:
         return self.settings.gateway
+
+    def check_retention(self, rules: RetentionRules) -> tuple[RetentionRules, tuple[str, ...]]:
+        """What `halocline tenant retention` has checked, since tenants know nothing of the cache's rules."""
+        from gateway.retention import check_rules
+
+        return check_rules(rules)
 
 
 class HaloclineGroup(click.Group):

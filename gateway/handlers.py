@@ -26,6 +26,7 @@ from gateway.openai_requests import Limits, parse_chat, parse_completion
 from gateway.openai_responses import ChatRenderer, CompletionRenderer, error_body, model_body, models_body
 from gateway.planning import TokenLimits, plan_sequences
 from gateway.responses import json_response
+from gateway.retention import decide
 from gateway.stream import PING_INTERVAL_S, EventStream
 from gateway.values import Choice, Delivery, Delta, Envelope, Options, Usage
 from tenants.salts import derive_salt
@@ -135,12 +136,16 @@ class Handlers:
         options: Options,
         param: str,
     ) -> Work:
+        record = request[RECORD]
         identity = _identity(request)
+        retention = decide(options.retention, identity.retention)
+        record.clamped = retention.clamped
+        record.is_default_retention_unreadable = retention.is_default_unreadable
         limits = TokenLimits(engine.info.max_prompt_tokens, engine.max_total_tokens)
         return Work(
             plans=plan_sequences(prompts, options, limits, param),
             stops=options.stops,
-            retention=options.retention,
+            retention=retention.config,
             owner=owner_id(identity.tenant_id),
             cache_salt=derive_salt(identity.salt_secret, identity.tenant_id, identity.salt_epoch, options.subject),
         )

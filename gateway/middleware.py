@@ -19,10 +19,12 @@ from gateway.errors import ApiError, GatewayConfigError
 from gateway.metrics import GatewayMetrics
 from gateway.records import RequestRecord
 from gateway.responses import common_headers, error_response
+from gateway.retention import clamped_header
 from tenants.snapshot import Accepted, Denied, Suspended
 
 RECORD: Final = web.RequestKey("record", RequestRecord)
 CLIENT_GONE: Final = 499
+CLAMPED: Final = "x-halocline-clamped"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -138,3 +140,5 @@ async def add_common_headers(request: web.Request, response: web.StreamResponse)
     """Signal of the application: just before any answer's headers are sent."""
     record = request.get(RECORD)
     response.headers.update(common_headers(record.id if record is not None else new_request_id()))
+    if record is not None and record.clamped:
+        response.headers[CLAMPED] = clamped_header(record.clamped)

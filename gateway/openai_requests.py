@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cached.errors import RetentionError
-from cached.retention import DEFAULT_RETENTION, RetentionConfig, parse_retention
+from cached.retention import ListedRetention, parse_listed
 from engine.protocol import LogitBias, Sampling
 from gateway import fields
 from gateway.errors import bad_request, unsupported
@@ -248,12 +248,12 @@ def _logit_bias(body: Body, vocab_size: int) -> tuple[LogitBias, ...]:
     return tuple([LogitBias(token, bias) for token, bias in biases.items()])
 
 
-def _retention(body: Body) -> RetentionConfig:
+def _retention(body: Body) -> ListedRetention | None:
     raw = body.get("kv_cache_retention_config")
     if raw is None:
-        return DEFAULT_RETENTION
+        return None
     try:
-        return parse_retention(raw)
+        return parse_listed(raw)
     except RetentionError as error:
         raise bad_request(f"{error}.", error.param) from None
 

@@ -22,6 +22,8 @@ class RequestRecord:
     usage: Usage | None = field(default=None)
     first_token_s: float | None = None
     error: str | None = None
+    clamped: tuple[str, ...] = ()
+    is_default_retention_unreadable: bool = False
 
     @property
     def tenant(self) -> str:
@@ -47,6 +49,10 @@ class RequestRecord:
                 "device_tokens": self.usage.device_tokens,
                 "host_tokens": self.usage.host_tokens,
             }
+        if self.clamped:
+            fields["clamped"] = len(self.clamped)
+        if self.is_default_retention_unreadable:
+            fields["warning"] = "default_retention_unreadable"
         if self.error is not None:
             fields["error"] = self.error
         return fields

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cached.retention import DEFAULT_RETENTION, RetentionConfig
+from cached.retention import ListedRetention
 from engine.protocol import Sampling
 
 Finish = Literal["stop", "length"]
@@ -19,14 +19,14 @@ Finish = Literal["stop", "length"]
 class Options:
     """How to generate, for every prompt and choice of a request. `max_tokens` None: as far as the context reaches.
 
-    `subject` is the client's `cache_salt`: it subdivides its own tenant and is never used as a salt itself.
+    `retention` None: the request says nothing of it, which is not the same as asking for nothing. `subject` is the client's `cache_salt`: it subdivides its own tenant and is never used as a salt itself.
     """
 
     max_tokens: int | None
     sampling: Sampling
     stops: tuple[str, ...] = ()
     n: int = 1
-    retention: RetentionConfig = DEFAULT_RETENTION
+    retention: ListedRetention | None = None
     subject: str | None = field(default=None, repr=False)
 
 

@@ -1,7 +1,8 @@
 """The commands `halocline tenant …` and `halocline key …`: they change the store, and running gateways follow it.
 
 Decides about words, confirmation and exit codes. The command line's context object brings the configuration
-(`ctx.obj.tenants`); how things look is `render`'s. What is heavy is imported when a command runs, so that help is quick.
+(`ctx.obj.tenants`) and knows what retention is legal (`ctx.obj.check_retention`), which this package does not; how
+things look is `render`'s. What is heavy is imported when a command runs, so that help is quick.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -27,7 +29,7 @@ from tenants.errors import (
     TenantsError,
 )
 from tenants.keys import name_key
-from tenants.values import ApiKey
+from tenants.values import NO_RETENTION_RULES, ApiKey, RetentionRules
 
 if TYPE_CHECKING:
     from tenants.config import TenantsConfig
@@ -37,6 +39,7 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
+MAX_DEFAULT_CHARS = 64 * 1024
 _DAY_S = 86_400
 
 _EXIT_CODES: tuple[tuple[type[TenantsError], int], ...] = (
@@ -85,6 +88,13 @@ class _Group(click.Group):
         return result
 
 
+class CheckRetention(Protocol):
+    """What this module needs of whoever knows the cache's rules."""
+
+    def __call__(self, rules: RetentionRules) -> tuple[RetentionRules, tuple[str, ...]]:
+        """`rules` in one spelling, and what of their default their own ceilings will lower; raises InvalidValue."""
+
+
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, whose form is stable, for scripts.")
 
 
@@ -131,7 +141,8 @@ def create_tenant(ctx: click.Context, name: str, as_json: bool) -> None:
 def list_tenants(ctx: click.Context, as_json: bool) -> None:
     """List all tenants, by name.
 
-    Columns: name, state, active keys, salt epoch, created, id.
+    Columns: name, state, active keys, salt epoch, created, id, and what `halocline tenant retention` has set
+    (priority ceiling, duration ceiling, default; not in the table on a terminal).
 
     \b
     Examples:
@@ -199,6 +210,62 @@ def resume_tenant(ctx: click.Context, name: str, as_json: bool) -> None:
     with _store(ctx) as store:
         store.resume_tenant(name)
         _show_tenant(store, name, as_json)
+
+
+@tenant.command("retention")
+@click.argument("name")
+@click.option("--default", "default_file", metavar="FILE|-", help="JSON for requests that say nothing; - is stdin.")
+@click.option("--max-priority", metavar="N|none", help="Priority ceiling: a whole number from 35 to 100.")
+@click.option("--max-duration", metavar="SECONDS|none", help="Duration ceiling: more than 0; above priority 35.")
+@click.option("--clear", is_flag=True, help="Forget what was set before; with other options, before they are applied.")
+@_json_option
+@click.pass_context
+def change_retention(
+    ctx: click.Context,
+    name: str,
+    default_file: str | None,
+    max_priority: str | None,
+    max_duration: str | None,
+    clear: bool,
+    as_json: bool,
+) -> None:
+    """Set how long blocks of the tenant NAME may stay, and show the tenant.
+
+    The default is a `kv_cache_retention_config` for requests that bring none. The ceilings hold for defaults and
+    requests alike: what is above them is lowered, never refused, and the answer says so in `x-halocline-clamped`. What
+    is not named stays as it is. Running gateways follow within a second.
+
+    The duration ceiling limits priorities above 35, also where no duration is given, which means for ever; at 35 and
+    below the end of a duration changes nothing.
+
+    \b
+    Examples:
+      halocline tenant retention acme --max-priority 80 --max-duration 3600
+      halocline tenant retention acme --default retention.json
+      halocline tenant retention acme --max-duration none
+      halocline tenant retention acme --clear
+    """
+    said: dict[str, Any] = {}
+    if default_file is not None:
+        said["default"] = _read_default(default_file)
+    if max_priority is not None:
+        said["max_priority"] = _parse_ceiling("--max-priority", max_priority, int, "a whole number")
+    if max_duration is not None:
+        said["max_duration_s"] = _parse_ceiling("--max-duration", max_duration, float, "a number of seconds")
+    check: CheckRetention = ctx.obj.check_retention
+    lowered: tuple[str, ...] = ()
+
+    def change(rules: RetentionRules) -> RetentionRules:
+        nonlocal lowered
+        rules, lowered = check(replace(NO_RETENTION_RULES if clear else rules, **said))
+        return rules
+
+    with _store(ctx) as store:
+        if said or clear:
+            store.change_retention(name, change)
+        _show_tenant(store, name, as_json)
+    if lowered:
+        _note(f"note: the ceilings lower this tenant's own default: {', '.join(lowered)}")
 
 
 @tenant.command("delete")
@@ -350,6 +417,28 @@ def _store(ctx: click.Context) -> Iterator[Store]:
 def _show_tenant(store: Store, name: str, as_json: bool) -> None:
     fields = render.tenant_fields(store.get_tenant(name), store.list_keys(name), time.time())
     render.one(sys.stdout, fields, render.TENANT_SCHEMA, as_json)
+
+
+def _read_default(name: str) -> str:
+    try:
+        with click.open_file(name, encoding="utf-8") as file:
+            text = file.read(MAX_DEFAULT_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InvalidValue(f"--default: {name} cannot be read: {why}") from error
+    if len(text) > MAX_DEFAULT_CHARS:
+        raise InvalidValue(f"--default: {name} has more than {MAX_DEFAULT_CHARS} characters; no default is that long")
+    return text
+
+
+def _parse_ceiling(option: str, text: str, kind: type[int] | type[float], legal: str) -> float | None:
+    """What an option says; None for `none`. Whether a number is in range is for the check to say."""
+    if text == "none":
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        raise InvalidValue(f"{option} is {text[:64]!r}; it must be {legal}, or none for no ceiling") from None
 
 
 def _confirm_by_name(name: str, consequence: str) -> None:

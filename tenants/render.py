@@ -18,7 +18,8 @@ TENANT_LIST_SCHEMA = "halocline.tenant-list.v1"
 KEY_SCHEMA = "halocline.key.v1"
 KEY_LIST_SCHEMA = "halocline.key-list.v1"
 
-Fields = Mapping[str, str | int | None]
+Value = str | int | float | Mapping[str, Any] | None
+Fields = Mapping[str, Value]
 
 
 def tenant_fields(tenant: Tenant, keys: Sequence[ApiKey], now: float) -> Fields:
@@ -30,6 +31,9 @@ def tenant_fields(tenant: Tenant, keys: Sequence[ApiKey], now: float) -> Fields:
         "salt_epoch": tenant.salt_epoch,
         "created_at": iso_time(tenant.created_at),
         "id": tenant.id,
+        "max_priority": tenant.retention.max_priority,
+        "max_duration_s": tenant.retention.max_duration_s,
+        "default_retention": _opaque_json(tenant.retention.default),
     }
 
 
@@ -113,10 +117,19 @@ def _write_table(out: IO[str], rows: Sequence[Fields]) -> None:
     Console(file=out).print(table)
 
 
-_TOO_WIDE_FOR_TABLES = ("id",)
+_TOO_WIDE_FOR_TABLES = ("id", "max_priority", "max_duration_s", "default_retention")
 
 
-def _cell(name: str, value: str | int | None) -> str:
+def _opaque_json(text: str | None) -> Mapping[str, Any] | None:
+    """A text that was an object of JSON when it was stored; if somebody has changed it since, that is what is shown."""
+    try:
+        value = None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return {"unreadable": text}
+    return value if value is None or isinstance(value, dict) else {"unreadable": text}
+
+
+def _cell(name: str, value: Value) -> str:
     text = _text(value, absent="-")
     # The day alone, so that three times and an id fit into 80 columns; pipes and JSON get the second.
     return text[:10] if name.endswith("_at") else text
@@ -126,5 +139,9 @@ def _title(name: str) -> str:
     return name.removesuffix("_at").replace("_", " ")
 
 
-def _text(value: str | int | None, absent: str = "") -> str:
-    return absent if value is None or value == "" else str(value)
+def _text(value: Value, absent: str = "") -> str:
+    if value is None or value == "":
+        return absent
+    if isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False)
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() and abs(value) < 1e6 else str(value)

@@ -1,7 +1,8 @@
 """The tables of the tenant store, and how a database comes to have them: made on first use, migrated only forward.
 
-A change of schema adds one function to `_MIGRATIONS` and never edits an earlier one. What is read from the tables and
-written to them is the store's.
+A new database gets the tables as they stand here; an older one is brought to them step by step. A change of schema
+changes the tables, adds one function to `_STEPS` and never edits an earlier one; a test holds both ways to one result.
+What is read from the tables and written to them is the store's.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ tenants = sa.Table(
     sa.Column("salt_epoch", sa.BigInteger, nullable=False),
     sa.Column("salt_secret", sa.LargeBinary, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    # All three null: nothing decided. The first is JSON that only its reader understands (`values.RetentionRules`).
+    sa.Column("default_retention", sa.Text),
+    sa.Column("max_priority", sa.Integer),
+    sa.Column("max_duration_s", sa.Double),
 )
 
 api_keys = sa.Table(
@@ -52,8 +57,19 @@ api_keys = sa.Table(
     sa.Column("revoked_at", sa.Double),
 )
 
-_MIGRATIONS: tuple[Callable[[sa.Connection], None], ...] = (metadata.create_all,)
-SCHEMA_VERSION = len(_MIGRATIONS)
+
+def _add_retention(connection: sa.Connection) -> None:
+    """From schema 1 to 2: tenants may have retention rules; those that are there have none."""
+    for name, kind in (
+        ("default_retention", sa.Text()),
+        ("max_priority", sa.Integer()),
+        ("max_duration_s", sa.Double()),
+    ):
+        connection.exec_driver_sql(f"ALTER TABLE tenants ADD COLUMN {name} {kind.compile(connection.dialect)}")
+
+
+_STEPS: tuple[Callable[[sa.Connection], None], ...] = (_add_retention,)
+SCHEMA_VERSION = 1 + len(_STEPS)
 
 _CHECK_TEXT = b"halocline master key check"
 
@@ -111,12 +127,13 @@ def _migrate(connection: sa.Connection, database: Database, vault: Vault) -> Non
             f"the tenant store {database.label} has schema {current}, this Halocline knows {SCHEMA_VERSION}; "
             "run the newer Halocline, or restore the store from before the upgrade"
         )
-    for migration in _MIGRATIONS[current:]:
-        migration(connection)
     if current == 0:
+        metadata.create_all(connection)
         connection.execute(store_state.insert().values(**_first_state(vault)))
-    else:
-        connection.execute(store_state.update().values(schema_version=SCHEMA_VERSION))
+        return
+    for step in _STEPS[current - 1 :]:
+        step(connection)
+    connection.execute(store_state.update().values(schema_version=SCHEMA_VERSION))
 
 
 def _first_state(vault: Vault) -> dict[str, object]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from tenants.values import (
     SALT_SECRET_BYTES,
     ApiKey,
     Identity,
+    RetentionRules,
     Tenant,
     TenantId,
     TenantState,
@@ -134,11 +136,25 @@ class Store:
         self._database.forget_deleted()
         return tenant
 
+    def change_retention(self, name: str, change: Callable[[RetentionRules], RetentionRules]) -> Tenant:
+        """Give the tenant the rules that `change` makes of those it has.
+
+        What rules are legal is for `change` to say, by raising: then nothing is changed. Both happen in one
+        transaction, so of two that change different rules at once neither is lost.
+        """
+        with self._changing() as connection:
+            tenant = _find_tenant(connection, name)
+            rules = change(tenant.retention)
+            row: dict[str, Any] = {"default_retention": rules.default, "max_priority": rules.max_priority}
+            row["max_duration_s"] = rules.max_duration_s
+            connection.execute(tenants.update().where(tenants.c.id == tenant.id).values(**row))
+        return replace(tenant, retention=rules)
+
     def _set_state(self, name: str, state: TenantState) -> Tenant:
         with self._changing() as connection:
             tenant = _find_tenant(connection, name)
             connection.execute(tenants.update().where(tenants.c.id == tenant.id).values(state=state))
-        return Tenant(tenant.id, tenant.name, state, tenant.salt_epoch, tenant.created_at)
+        return replace(tenant, state=state)
 
     # Keys.
 
@@ -196,14 +212,14 @@ class Store:
         unreadable: list[str] = []
         keys: dict[str, KeyRecord] = {}
         # Unpacked, because looking columns up by name is slower, and revocations wait for this loop.
-        for public_id, digest, expires_at, tenant_id, name, state, salt_epoch, sealed in rows:
+        for public_id, digest, expires_at, tenant_id, name, state, salt_epoch, sealed, *rules in rows:
             if tenant_id not in opened:
                 opened[tenant_id] = self._open_salt_secret(tenant_id, sealed)
                 if opened[tenant_id] is None:
                     unreadable.append(name)
             salt_secret = opened[tenant_id]
             if salt_secret is not None:
-                identity = Identity(tenant_id, name, public_id, salt_secret, salt_epoch)
+                identity = Identity(tenant_id, name, public_id, salt_secret, salt_epoch, RetentionRules(*rules))
                 keys[public_id] = KeyRecord(identity, digest, expires_at, is_suspended=state == "suspended")
         return TenantSnapshot(version, self._vault.pepper, keys, tuple(sorted(unreadable)))
 
@@ -238,7 +254,12 @@ class Store:
         assert all(len(key.digest) == 32 for key in keys)
 
 
-_SELECT_TENANTS = sa.select(tenants.c.id, tenants.c.name, tenants.c.state, tenants.c.salt_epoch, tenants.c.created_at)
+# In the order of `RetentionRules`.
+_RULES = (tenants.c.default_retention, tenants.c.max_priority, tenants.c.max_duration_s)
+
+_SELECT_TENANTS = sa.select(
+    tenants.c.id, tenants.c.name, tenants.c.state, tenants.c.salt_epoch, tenants.c.created_at, *_RULES
+)
 
 # No digest: what is listed must not hold one.
 _SELECT_KEYS = sa.select(*(column for column in api_keys.c if column.name != "digest"))
@@ -247,6 +268,7 @@ _SELECT_KEYS = sa.select(*(column for column in api_keys.c if column.name != "di
 _SELECT_SNAPSHOT = (
     sa.select(api_keys.c.public_id, api_keys.c.digest, api_keys.c.expires_at)
     .add_columns(tenants.c.id, tenants.c.name, tenants.c.state, tenants.c.salt_epoch, tenants.c.salt_secret)
+    .add_columns(*_RULES)
     .join_from(api_keys, tenants)
     .where(api_keys.c.revoked_at.is_(None))
 )
@@ -282,7 +304,8 @@ def _find_key(connection: sa.Connection, public_id: str) -> ApiKey:
 
 
 def _tenant(row: Any) -> Tenant:
-    return Tenant(row.id, row.name, row.state, row.salt_epoch, row.created_at)
+    rules = RetentionRules(row.default_retention, row.max_priority, row.max_duration_s)
+    return Tenant(row.id, row.name, row.state, row.salt_epoch, row.created_at, rules)
 
 
 def _api_key(row: Any) -> ApiKey:

@@ -27,6 +27,23 @@ _TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True)
+class RetentionRules:
+    """What an operator has decided about how long a tenant's blocks stay; None: nothing decided.
+
+    `default` is a `kv_cache_retention_config` as JSON. It is opaque here, as is which ceilings make sense: what a
+    configuration may say is known to the cache, of which this package knows nothing. Whoever changes rules brings a
+    check along (`Store.change_retention`), whoever uses them reads them by the same rules.
+    """
+
+    default: str | None = None
+    max_priority: int | None = None
+    max_duration_s: float | None = None
+
+
+NO_RETENTION_RULES = RetentionRules()
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     """Whoever has a cache of their own; the salt hangs here and not on a key, so that a new key keeps the cache."""
 
@@ -35,6 +52,7 @@ class Tenant:
     state: TenantState
     salt_epoch: int
     created_at: float
+    retention: RetentionRules = NO_RETENTION_RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +80,14 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose request this is, and what its salt is derived from."""
+    """Whose request this is, what its salt is derived from, and what its blocks may ask for."""
 
     tenant_id: TenantId
     tenant_name: str
     public_id: str
     salt_secret: bytes = field(repr=False)
     salt_epoch: int
+    retention: RetentionRules = NO_RETENTION_RULES
 
 
 def has_expired(expires_at: float | None, now: float) -> bool:

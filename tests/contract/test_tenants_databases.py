@@ -25,6 +25,7 @@ from tenants.keys import parse_key
 from tenants.secrets import Vault
 from tenants.snapshot import DENIED, Accepted, Suspended
 from tenants.store import Store
+from tenants.values import RetentionRules
 from tenants.watch import SnapshotWatcher
 
 NOW = 1_000_000.0
@@ -173,6 +174,15 @@ def test_a_tenant_made_twice_at_once_exists_once(url, store):
 def test_another_master_key_is_refused(url, store):
     with pytest.raises(WrongMasterKey):
         make_store(url, fill=b"n")
+
+
+def test_retention_rules_are_kept(store):
+    store.create_tenant("acme", NOW)
+    rules = RetentionRules('{"decode_priority": 1}', 60, 0.1)
+
+    store.change_retention("acme", lambda _: rules)
+
+    assert store.get_tenant("acme").retention == rules
 
 
 def test_a_newer_schema_is_refused(url, store):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,9 +27,7 @@ def configs(draw: st.DrawFn) -> RetentionConfig:
     bounds = sorted(draw(st.sets(st.integers(0, 500), max_size=17)))
     # Every other gap is left out now and then, and the last range may be open.
     ranges = [
-        TokenRange(start, end, draw(retentions))
-        for start, end in zip(bounds, bounds[1:], strict=False)
-        if draw(st.booleans())
+        TokenRange(start, end, draw(retentions)) for start, end in itertools.pairwise(bounds) if draw(st.booleans())
     ]
     if bounds and draw(st.booleans()):
         ranges.append(TokenRange(bounds[-1], None, draw(retentions)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from tenants.keys import parse_key
 from tenants.secrets import Vault
 from tenants.snapshot import DENIED, Accepted, Suspended
 from tenants.store import Store
+from tenants.values import NO_RETENTION_RULES, RetentionRules
 
 NAMES = st.sampled_from(["a", "b", "acme", "acme-2"])
 STEP_S = 10.0
@@ -34,6 +35,7 @@ class ModelKey:
 class ModelTenant:
     id: str
     state: str = "active"
+    retention: RetentionRules = NO_RETENTION_RULES
     keys: list[ModelKey] = field(default_factory=list)
 
 
@@ -90,6 +92,19 @@ class StoreMachine(RuleBasedStateMachine):
         assert getattr(self.store, verb)(name).state == self.tenants[name].state
         self.changed()
 
+    @rule(name=NAMES, field=st.sampled_from(["max_priority", "max_duration_s"]), value=st.none() | st.integers(1, 99))
+    def change_retention(self, name, field, value):
+        def change(rules):
+            return replace(rules, **{field: value})
+
+        if name not in self.tenants:
+            with pytest.raises(TenantNotFound):
+                self.store.change_retention(name, change)
+            return
+        self.tenants[name].retention = change(self.tenants[name].retention)
+        self.store.change_retention(name, change)
+        self.changed()
+
     @rule(name=NAMES)
     def delete_tenant(self, name):
         if name not in self.tenants:
@@ -138,8 +153,8 @@ class StoreMachine(RuleBasedStateMachine):
     def lists_equal_the_model(self):
         if not hasattr(self, "stores"):
             return
-        assert {(t.name, t.id, t.state) for t in self.store.list_tenants()} == {
-            (name, tenant.id, tenant.state) for name, tenant in self.tenants.items()
+        assert {(t.name, t.id, t.state, t.retention) for t in self.store.list_tenants()} == {
+            (name, tenant.id, tenant.state, tenant.retention) for name, tenant in self.tenants.items()
         }
         for name, tenant in self.tenants.items():
             assert {(k.public_id, k.label, k.expires_at, k.revoked_at) for k in self.store.list_keys(name)} == {
@@ -165,6 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert type(verdict) is (Suspended if tenant.state == "suspended" else Accepted)
         assert (verdict.identity.tenant_id, verdict.identity.tenant_name) == (tenant.id, name)
+        assert verdict.identity.retention == tenant.retention
         # One secret for a tenant's whole life, and never one that another tenant has or had.
         assert self.salt_secrets.setdefault(tenant.id, verdict.identity.salt_secret) == verdict.identity.salt_secret
         assert len(set(self.salt_secrets.values())) == len(self.salt_secrets)

@@ -105,7 +105,7 @@ def test_every_field_of_the_contract_is_read() -> None:
     assert (sampling.seed, sampling.min_tokens, sampling.ignore_eos, sampling.logprobs) == (-5, 2, True, 20)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, -1.0, 1.5)
     assert sampling.logit_bias == (LogitBias(0, -100.0), LogitBias(49151, 100.0))
-    assert options.retention.ranges[0].retention.priority == 80
+    assert options.retention.config.ranges[0].retention.priority == 80
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 
+from gateway.retention import check_rules
 from tenants.cli import key, tenant
 from tenants.config import TenantsConfig
 from tenants.keys import parse_key
@@ -22,12 +23,14 @@ class CommandLine:
     """Runs commands on one store, as a script would."""
 
     def __init__(self, directory: Path) -> None:
+        self.stdin: str | None = None
         self.config = TenantsConfig(url=f"sqlite:///{directory}/tenants.db", master_key_file=directory / "master.key")
 
     def __call__(self, words: str, *more: str) -> Result:
         group, *rest = words.split()
         command = {"tenant": tenant, "key": key}[group]
-        return CliRunner().invoke(command, [*rest, *more], obj=SimpleNamespace(tenants=self.config))
+        context = SimpleNamespace(tenants=self.config, check_retention=check_rules)
+        return CliRunner().invoke(command, [*rest, *more], input=self.stdin, obj=context)
 
     def store(self) -> Store:
         return open_store(self.config.url, self.config.master_key_file)
@@ -48,7 +51,7 @@ def test_create_shows_the_tenant_and_says_what_comes_next(run):
     result = run("tenant create acme")
 
     assert result.exit_code == 0
-    assert re.fullmatch(rf"acme\tactive\t0\t1\t{ISO}\ttn_\w{{22}}\n", result.stdout)
+    assert re.fullmatch(rf"acme\tactive\t0\t1\t{ISO}\ttn_\w{{22}}\t\t\t\n", result.stdout)
     assert "halocline key create acme" in result.stderr
 
 
@@ -57,7 +60,9 @@ def test_json_of_a_tenant_has_a_schema(acme):
 
     assert shown["schema"] == "halocline.tenant.v1"
     assert {"name": "acme", "state": "active", "active_keys": 0, "salt_epoch": 1}.items() <= shown.items()
-    assert set(shown) == {"schema", "name", "state", "active_keys", "salt_epoch", "created_at", "id"}
+    rules = {"max_priority", "max_duration_s", "default_retention"}
+    assert set(shown) == {"schema", "name", "state", "active_keys", "salt_epoch", "created_at", "id"} | rules
+    assert {shown[rule] for rule in rules} == {None}
 
 
 def test_json_of_a_list_is_one_object_whose_elements_are_what_show_prints(acme):
@@ -76,7 +81,7 @@ def test_a_list_in_a_pipe_is_tab_separated_without_a_header(acme):
     lines = acme("tenant list").stdout.splitlines()
 
     assert [line.split("\t")[0] for line in lines] == ["acme", "beta"]
-    assert {line.count("\t") for line in lines} == {5}
+    assert {line.count("\t") for line in lines} == {8}
 
 
 @pytest.mark.parametrize(("command", "empty"), [("tenant list", "tenants"), ("key list", "keys")])
@@ -96,6 +101,90 @@ def test_the_active_keys_are_counted_as_of_now(acme):
 def test_suspend_and_resume_show_the_new_state(acme):
     assert acme("tenant suspend acme").stdout.split("\t")[1] == "suspended"
     assert acme("tenant resume acme").stdout.split("\t")[1] == "active"
+
+
+# Retention.
+
+DEFAULT = {"token_ranges": [{"start": 64, "priority": 30}, {"start": 0, "end": 64, "priority": 80, "duration": 600.0}]}
+
+
+def test_a_default_from_stdin_and_ceilings_are_shown_by_show(acme):
+    acme.stdin = json.dumps(DEFAULT)
+
+    result = acme("tenant retention acme --default - --max-priority 60 --max-duration 300.5 --json")
+
+    assert result.exit_code == 0, result.output
+    shown = json.loads(acme("tenant show acme --json").stdout)
+    assert (shown["max_priority"], shown["max_duration_s"]) == (60, 300.5)
+    assert shown["default_retention"]["token_ranges"][0] == {"start": 0, "end": 64, "priority": 80, "duration": 600}
+    assert json.loads(result.stdout) == shown
+    assert (
+        "lower this tenant's own default: token_ranges[0].priority=60, token_ranges[0].duration=300.5" in result.stderr
+    )
+
+
+def test_what_is_not_named_stays_and_none_lifts_a_ceiling(acme, tmp_path):
+    file = tmp_path / "default.json"
+    file.write_text(json.dumps(DEFAULT))
+    acme(f"tenant retention acme --default {file} --max-priority 60")
+
+    acme("tenant retention acme --max-duration 300")
+    acme("tenant retention acme --max-priority none")
+
+    shown = json.loads(acme("tenant retention acme --json").stdout)
+    assert (shown["max_priority"], shown["max_duration_s"]) == (None, 300)
+    assert shown["default_retention"]["decode_priority"] == 35
+
+
+def test_clear_forgets_everything_before_the_rest_is_applied(acme):
+    acme("tenant retention acme --max-priority 60 --max-duration 300")
+
+    assert acme("tenant retention acme --clear --max-priority 70").stdout.split("\t")[6:] == ["70", "", "\n"]
+    assert acme("tenant retention acme --clear").stdout.split("\t")[6:] == ["", "", "\n"]
+
+
+def test_the_rules_survive_a_suspension(acme):
+    acme("tenant retention acme --max-priority 60")
+
+    acme("tenant suspend acme")
+
+    assert json.loads(acme("tenant resume acme --json").stdout)["max_priority"] == 60
+
+
+@pytest.mark.parametrize(
+    ("options", "stdin", "says"),
+    [
+        ("--max-priority 101", None, "max_priority is 101; it must be an integer from 35 to 100"),
+        ("--max-priority 34", None, "max_priority is 34; it must be an integer from 35 to 100"),
+        ("--max-priority 3.5", None, "--max-priority is '3.5'; it must be a whole number, or none"),
+        ("--max-duration 0", None, "max_duration is 0.0; it must be null or seconds greater than 0"),
+        ("--max-duration nan", None, "max_duration is nan"),
+        ("--max-duration soon", None, "--max-duration is 'soon'; it must be a number of seconds, or none"),
+        ("--default -", "{", "is not JSON"),
+        ("--default -", "null", "must be an object"),
+        ("--default -", "x" * 70_000, "has more than 65536 characters"),
+        ("--default no/such/file", None, "no/such/file cannot be read: No such file"),
+        (
+            "--default -",
+            '{"token_ranges": [{"start": 0, "priority": 1}, {"start": 9, "priority": 101}]}',
+            "token_ranges[1].priority is 101; it must be an integer from 0 to 100",
+        ),
+    ],
+)
+def test_illegal_rules_end_with_6_name_range_and_rule_and_change_nothing(acme, options, stdin, says):
+    acme("tenant retention acme --max-priority 60")
+    acme.stdin = stdin
+
+    result = acme(f"tenant retention acme {options}")
+
+    assert result.exit_code == 6, result.output
+    assert says in result.stderr
+    assert result.stdout == ""
+    assert json.loads(acme("tenant show acme --json").stdout)["max_priority"] == 60
+
+
+def test_retention_of_a_tenant_that_is_not_there_ends_with_3(acme):
+    assert acme("tenant retention acne --max-priority 60").exit_code == 3
 
 
 # Keys.
@@ -293,4 +382,5 @@ def test_help_of_a_group_tells_the_exit_codes(run, group):
 def test_no_command_takes_a_secret_as_an_argument():
     names = {parameter.name for _, _, command in all_commands() for parameter in command.params}
 
-    assert names == {"name", "tenant_name", "public_id", "label", "expires", "yes", "as_json"}
+    rules = {"default_file", "max_priority", "max_duration", "clear"}
+    assert names == {"name", "tenant_name", "public_id", "label", "expires", "yes", "as_json"} | rules

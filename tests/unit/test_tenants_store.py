@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from tenants.salts import derive_salt
 from tenants.secrets import Vault
 from tenants.snapshot import DENIED, Accepted, Suspended
 from tenants.store import Store, open_store
+from tenants.values import NO_RETENTION_RULES, RetentionRules
 
 NOW = 1_000_000.0
 
@@ -170,6 +172,43 @@ def test_a_tenant_made_again_has_another_id_and_another_salt_and_no_old_key(stor
     assert authenticate(store, old_text) is DENIED
     salts = {derive_salt(one.salt_secret, one.tenant_id, one.salt_epoch, None) for one in (old, new)}
     assert len(salts) == 2
+
+
+# Retention.
+
+
+def test_retention_rules_travel_with_tenant_and_identity(store):
+    store.create_tenant("acme", NOW)
+    store.create_tenant("beta", NOW)
+    text, other = store.create_key("acme", "", None, NOW), store.create_key("beta", "", None, NOW)
+    before = store.version()
+
+    changed = store.change_retention("acme", lambda rules: RetentionRules('{"decode_priority": 1}', 60, 0.5))
+
+    rules = RetentionRules('{"decode_priority": 1}', 60, 0.5)
+    assert changed.retention == store.get_tenant("acme").retention == rules
+    assert store.version() > before
+    assert authenticate(store, text).identity.retention == rules
+    assert authenticate(store, other).identity.retention == NO_RETENTION_RULES
+    assert store.suspend_tenant("acme").retention == rules
+
+
+def test_a_refused_change_of_rules_changes_nothing(store):
+    store.create_tenant("acme", NOW)
+    store.change_retention("acme", lambda rules: RetentionRules(max_priority=60))
+    before = store.version()
+
+    def refuse(rules: RetentionRules) -> RetentionRules:
+        assert rules.max_priority == 60
+        raise InvalidValue("no")
+
+    with pytest.raises(InvalidValue, match="no"):
+        store.change_retention("acme", refuse)
+    with pytest.raises(TenantNotFound):
+        store.change_retention("acne", lambda rules: rules)
+
+    assert store.version() == before
+    assert store.get_tenant("acme").retention == RetentionRules(max_priority=60)
 
 
 # Keys.
@@ -449,6 +488,58 @@ def test_a_store_restored_from_a_backup_is_the_one_that_answers(path):
 
         assert authenticate(store, late) is DENIED
         assert authenticate(store, text) is DENIED
+
+
+def make_first_schema(path: Path) -> None:
+    """A store that an earlier Halocline made; its tenants are acme, with keys, and beta, suspended."""
+    path.parent.mkdir(mode=0o700)
+    script = (Path(__file__).parents[1] / "golden" / "tenants_schema_1.sql").read_text(encoding="utf-8")
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        raw.executescript(script)
+    path.chmod(0o600)
+
+
+def columns(path: Path) -> dict[str, set[tuple[str, str, int]]]:
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        tables = [name for (name,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {table: {row[1:4] for row in raw.execute(f"PRAGMA table_info({table})")} for table in tables}
+
+
+def test_a_store_of_the_first_schema_is_migrated_when_it_is_opened_and_loses_nothing(path):
+    make_first_schema(path)
+
+    with make_store(path) as store:
+        store.check_invariants()
+        assert [(one.name, one.state, one.retention) for one in store.list_tenants()] == [
+            ("acme", "active", NO_RETENTION_RULES),
+            ("beta", "suspended", NO_RETENTION_RULES),
+        ]
+        assert [(key.label, key.state) for key in store.list_keys("acme")] == [("old", "active"), ("gone", "revoked")]
+        (record,) = store.snapshot().keys.values()
+        assert (record.identity.tenant_name, record.identity.retention) == ("acme", NO_RETENTION_RULES)
+        assert store.change_retention("acme", lambda rules: RetentionRules("{}", 60, 1.5)).retention.max_priority == 60
+
+    with make_store(path) as again:
+        assert again.get_tenant("acme").retention == RetentionRules("{}", 60, 1.5)
+
+
+def test_a_migrated_store_and_a_new_one_have_the_same_tables(path, tmp_path):
+    make_first_schema(path)
+    make_store(path).close()
+    make_store(tmp_path / "new" / "tenants.db").close()
+
+    assert columns(path) == columns(tmp_path / "new" / "tenants.db")
+
+
+def test_several_processes_may_open_an_old_store_at_once(path):
+    make_first_schema(path)
+
+    with ThreadPoolExecutor(4) as pool:
+        stores = list(pool.map(make_store, [path] * 4))
+
+    for store in stores:
+        assert store.get_tenant("acme").retention == NO_RETENTION_RULES
+        store.close()
 
 
 def test_a_newer_schema_is_refused_and_left_alone(path):
