@@ -163,18 +163,28 @@ def gateway(ctx: click.Context, listen: str | None, model: str | None) -> None:
     ctx.exit(run_gateway(config))
 
 
-@cli.command()
+@cli.group(
+    cls=HaloclineGroup,
+    invoke_without_command=True,
+    subcommand_metavar="[COMMAND [ARGS]...]",
+    elsewhere={"events": ("engine.events_cli:events", "Show what happens to the KV blocks of the running engine.")},
+)
 @click.option("--model", metavar="DIR", help="The model to serve, in Hugging Face layout.")
 @click.option("--record", metavar="FILE", help="Keep a log of requests for replays: lengths and hashes, never text.")
 @click.pass_context
 def engine(ctx: click.Context, model: str | None, record: str | None) -> None:
-    """Run one engine alone: the model, the device's KV blocks, the step loop.
+    """Run one engine alone: the model, the device's KV blocks, the step loop. With a command: ask the running one.
 
     \b
-    Example:
+    Examples:
       HALOCLINE_ENGINE_DEVICE_CACHE_SIZE=4GiB halocline engine --model ~/models/Qwen3-0.6B
+      halocline engine events --follow
     """
     context = ctx.ensure_object(CommandContext)
+    if ctx.invoked_subcommand is not None:
+        if model is not None or record is not None:
+            raise click.UsageError("--model and --record are for the engine that starts, not for a running one.")
+        return
     if model is not None:
         context.say("engine", "model_dir", _absolute(model), "--model")
     if record is not None:

@@ -3,7 +3,7 @@
 It decides when to step, when to sleep, and when a step is given up. Who computes what is the core's choice, how is the
 runner's; sockets are the server's. Nothing here waits for a gateway or for the cache daemon.
 
-    server ──Admit, Drop, …──▶ inbox ─▶ core ─▶ plan ─▶ runner ─▶ result ─▶ core ─▶ outputs ──▶ server
+    server ──Admit, Drop, …──▶ inbox ─▶ core ─▶ plan ─▶ runner ─▶ result ─▶ core ─▶ outputs, events ──▶ server
     tier   ──TierAnswer──────▶   │        └──TierWork──▶ tier
 """
 
@@ -20,7 +20,7 @@ import structlog
 
 from cached.keys import OwnerId
 from engine.core import EngineCore
-from engine.events import EventRing
+from engine.events import Event, SnapshotBlock
 from engine.plan import StepPlan, StepResult
 from engine.protocol import TierState
 from engine.rates import Rate
@@ -94,6 +94,11 @@ class AskStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """A consumer of events wants to know the index; answered by `SnapshotTaken`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """The core did not take a request."""
 
@@ -116,14 +121,28 @@ class TierNow:
 
 
 @dataclass(frozen=True, slots=True)
+class Happened:
+    """What happened to the index, in order."""
+
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """The index as it is after every event delivered before this."""
+
+    blocks: tuple[SnapshotBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The step thread is over: as asked (`failure` None), or with what went wrong."""
 
     failure: str | None
 
 
-Inbound = Admit | Drop | Keep | Halt | Weigh | AskStatistics | TierAnswer
-Outbound = Refusal | Outputs | TierNow | Ended
+Inbound = Admit | Drop | Keep | Halt | Weigh | AskStatistics | AskSnapshot | TierAnswer
+Outbound = Refusal | Outputs | TierNow | Happened | SnapshotTaken | Ended
 
 
 class Inbox:
@@ -187,7 +206,6 @@ class StepLoop:
         deliver: Callable[[Outbound], None],
         *,
         tier: TierWorker | None,
-        events: EventRing,
         prefill_rate: Rate | None = None,
         record: Callable[[NewRequest, float], None] | None = None,
         clock: Callable[[], float] = now_s,
@@ -197,7 +215,6 @@ class StepLoop:
         self._inbox = inbox
         self._deliver = deliver
         self._tier = tier
-        self._events = events
         self._record = record
         self._clock = clock
         self._prefill_rate = prefill_rate or Rate()
@@ -329,6 +346,9 @@ class StepLoop:
                 core.set_weights(dict(weights))
             case AskStatistics(reply):
                 reply(self.statistics())
+            case AskSnapshot():
+                self._tell_events()  # First, so that what the snapshot holds is not told again after it.
+                self._deliver(SnapshotTaken(self._core.snapshot()))
             case LookedUp(ticket, num_blocks):
                 core.looked_up(ticket, num_blocks, now)
             case Loaded(ticket, num_blocks, travelled):
@@ -353,10 +373,15 @@ class StepLoop:
 
     def _pass_on(self) -> None:
         """Hand what the core wants of others to them."""
-        self._events.append(self._core.take_events())
+        self._tell_events()
         work = self._core.take_tier_work()
         if work and self._tier is not None:
             self._tier.hand_over(work, self._prefill_rate.per_s)
+
+    def _tell_events(self) -> None:
+        events = self._core.take_events()
+        if events:
+            self._deliver(Happened(tuple(events)))
 
     def _wind_down(self) -> None:
         """Let go of every sequence, so that what they computed can still reach the host tier."""

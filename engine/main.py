@@ -29,7 +29,6 @@ from engine import logs
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError, EngineError
-from engine.events import EventRing
 from engine.loop import Inbox, StepLoop
 from engine.metrics import MetricsEndpoint
 from engine.plan import Chunk, SampleRequest, StepPlan
@@ -144,6 +143,7 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         inbox,
         tier="absent" if settings.tier_enabled else "none",
         allowed_uids=frozenset(_uid(name) for name in config.allowed_users),
+        event_buffer_max_size=config.event_buffer_max_size,
         on_ended=lambda failure: end(1) if failure else None,
     )
     tier = _tier_worker(config, runner, inbox) if settings.tier_enabled else None
@@ -156,7 +156,6 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         inbox,
         server.deliver,
         tier=tier,
-        events=EventRing(config.event_buffer_max_size, incarnation),
         prefill_rate=prefill_rate,
         record=recorder.record if recorder is not None else None,
     )

@@ -11,6 +11,8 @@ the engine. A request ends with exactly one `Rejected` or one `TokenEvent` that 
     Cancel ─────────────────────────▶ dropped at the end of the running step; no further event
     Confirm(tokens_kept) ───────────▶ publishes generated blocks up to there (kv-semantics 3.6)
     Stop(tokens_kept) ──────────────▶ ends the request; the gateway has matched a stop string
+
+On the same socket consumers of KV events are served, with the messages of `event_messages.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Literal
 from cached.keys import NO_OWNER, OwnerId
 from cached.retention import DEFAULT_RETENTION, RetentionConfig
 from cached.wire import MessageTable
+from engine.event_messages import EventBatch, EventsLost, EventsRefused, SnapshotPage, Subscribe, Subscribed
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 2**20
@@ -225,6 +228,20 @@ class TierChanged:
 
 
 TO_ENGINE = MessageTable(
-    {1: Hello, 2: Submit, 3: Cancel, 4: Confirm, 5: Stop, 6: OwnerTable, 7: StatsRequest}, MAX_FRAME_BYTES
+    {1: Hello, 2: Submit, 3: Cancel, 4: Confirm, 5: Stop, 6: OwnerTable, 7: StatsRequest, 8: Subscribe}, MAX_FRAME_BYTES
 )
-TO_GATEWAY = MessageTable({1: Welcome, 2: Step, 3: Rejected, 4: Stats, 5: TierChanged}, MAX_FRAME_BYTES)
+TO_GATEWAY = MessageTable(
+    {
+        1: Welcome,
+        2: Step,
+        3: Rejected,
+        4: Stats,
+        5: TierChanged,
+        6: Subscribed,
+        7: EventsRefused,
+        8: EventBatch,
+        9: EventsLost,
+        10: SnapshotPage,
+    },
+    MAX_FRAME_BYTES,
+)

@@ -32,17 +32,23 @@ from cached.keys import OWNER_BYTES
 from cached.wire import FrameReader
 from engine.admission import chosen_seed, fault_of, unpacked
 from engine.errors import EngineConfigError
+from engine.event_feed import EventFeed, EventReader
+from engine.event_messages import Subscribe
+from engine.events import SnapshotBlock
 from engine.loop import (
     Admit,
+    AskSnapshot,
     AskStatistics,
     Drop,
     Ended,
     Halt,
+    Happened,
     Inbox,
     Keep,
     Outbound,
     Outputs,
     Refusal,
+    SnapshotTaken,
     TierNow,
     Weigh,
     now_s,
@@ -76,6 +82,8 @@ MAX_UNREAD_BYTES: Final = 8 * 2**20
 MAX_INBOX: Final = 16384
 """While more than this waits for the step thread, nothing more is read from any gateway that sends."""
 RESUME_AFTER_S: Final = 0.02
+SNAPSHOT_FRESH_S: Final = 1.0
+"""A snapshot costs the step thread a walk of the whole index: consumers that ask within this time share one."""
 LISTEN_BACKLOG: Final = 128
 
 log = structlog.get_logger("engine.server")
@@ -109,12 +117,14 @@ class EngineServer:
         tier: TierState,
         allowed_uids: frozenset[int] = frozenset(),
         max_unread_bytes: int = MAX_UNREAD_BYTES,
+        event_buffer_max_size: int = 0,
         on_ended: Callable[[str | None], None] = lambda failure: None,
     ) -> None:
         self.facts = facts
         self.inbox = inbox
         self.tier = tier
         self.max_unread_bytes = max_unread_bytes
+        self.feed = EventFeed(event_buffer_max_size, facts.incarnation)
         self.is_stopping = False
         self.connections: set[_Connection] = set()
         self.counters = dict.fromkeys(
@@ -123,6 +133,7 @@ class EngineServer:
         self._allowed_uids = allowed_uids | {0, os.geteuid()}
         self._on_ended = on_ended
         self._live: dict[int, tuple[_Connection, int]] = {}
+        self._is_snapshot_asked = False
         self._last_sequence_id = 0
         self._table_version = -1
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -191,7 +202,15 @@ class EngineServer:
         self.inbox.put(AskStatistics(pass_on))
 
     def _own_figures(self) -> dict[str, int]:
-        return {**self.counters, "gateways": len(self.connections), "live": len(self._live)}
+        return {
+            **self.counters,
+            "gateways": len(self.connections),
+            "live": len(self._live),
+            "event_consumers": len(self.feed.readers),
+            "events": self.feed.ring.next_event_id,
+            "events_lost": self.feed.num_lost,
+            "event_snapshots": self.feed.num_snapshots,
+        }
 
     # From the step thread. ------------------------------------------------------------------------------------------
 
@@ -205,6 +224,11 @@ class EngineServer:
                 self.tier = state
                 for connection in list(self.connections):
                     connection.tell_tier(state)
+            case Happened(events):
+                self.feed.append(events)
+                self._tell_consumers()
+            case SnapshotTaken(blocks):
+                self._take_snapshot(blocks)
             case Ended(failure):
                 self.fail_all("The engine stopped; the request may be retried.")
                 self._on_ended(failure)
@@ -231,6 +255,16 @@ class EngineServer:
             connection, request_id = found
             self.forget(sequence_id)
             connection.reject(request_id, refused)
+
+    def _take_snapshot(self, blocks: tuple[SnapshotBlock, ...]) -> None:
+        self._is_snapshot_asked = False
+        self.feed.take_snapshot(blocks)
+        asyncio.get_running_loop().call_later(SNAPSHOT_FRESH_S, self.feed.age_snapshot)
+        self._tell_consumers()
+
+    def _tell_consumers(self) -> None:
+        for connection in list(self.connections):
+            connection.tell_events()
 
     # From connections. ----------------------------------------------------------------------------------------------
 
@@ -268,6 +302,12 @@ class EngineServer:
             self._table_version = table.version
             self.inbox.put(Weigh(tuple((share.owner, share.weight) for share in table.shares)))
 
+    def ask_snapshot(self) -> None:
+        """Have the step thread take a snapshot if a consumer waits for one and none is under way."""
+        if self.feed.wants_snapshot() and not self._is_snapshot_asked:
+            self._is_snapshot_asked = True
+            self.inbox.put(AskSnapshot())
+
     def drop(self, sequence_id: int) -> None:
         """The client of a sequence is gone; a step that works only for such is given up."""
         self.forget(sequence_id)
@@ -291,6 +331,9 @@ class _Connection(asyncio.Protocol):
         self._is_welcomed = False
         self._name = "?"
         self._greeting: asyncio.TimerHandle | None = None
+        self._events: EventReader | None = None
+        self._is_full = False
+        self._is_telling = False
 
     # Called by asyncio. ---------------------------------------------------------------------------------------------
 
@@ -311,6 +354,8 @@ class _Connection(asyncio.Protocol):
         if self._greeting is not None:
             self._greeting.cancel()
         self._server.connections.discard(self)
+        if self._events is not None:
+            self._server.feed.leave(self._events)
         if self._is_welcomed:
             log.info("gateway gone", client=self._name, requests_dropped=len(self.sequences))
         for sequence_id in list(self.sequences.values()):
@@ -326,6 +371,13 @@ class _Connection(asyncio.Protocol):
             self.abort()
         if len(self._server.inbox) > MAX_INBOX:
             self._pause()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self.tell_events()
 
     # Messages. ------------------------------------------------------------------------------------------------------
 
@@ -350,6 +402,8 @@ class _Connection(asyncio.Protocol):
                 self._server.ask_statistics(lambda body: self._send_stats(token, body))
             case OwnerTable():
                 self._server.weigh(message)
+            case Subscribe():
+                self._subscribe(message)
             case Hello():
                 raise WireError("Hello came a second time")
 
@@ -401,6 +455,13 @@ class _Connection(asyncio.Protocol):
         self._server.inbox.put(Halt(sequence_id, tokens_kept))
         self.send(Step((TokenEvent(request_id, (), finish="stop"),)))
 
+    def _subscribe(self, message: Subscribe) -> None:
+        if self._events is None:
+            self._events = self._server.feed.enter()
+        self._events.subscribe(message)
+        self._server.ask_snapshot()
+        self.tell_events()
+
     # Sending. -------------------------------------------------------------------------------------------------------
 
     def send(self, message: Any) -> None:
@@ -423,6 +484,24 @@ class _Connection(asyncio.Protocol):
         """Say that the host tier came or went."""
         if self._is_welcomed:
             self.send(TierChanged(state))
+
+    def tell_events(self) -> None:
+        """Send a consumer what it has room for, a message per turn of the event loop, so that nobody else waits long.
+
+        What does not fit waits in the feed, which costs nothing more: a consumer that does not read is left alone.
+        """
+        if self._events is None or self._is_full or self._is_telling:
+            return
+        message = self._events.next_message()
+        if message is not None:
+            self.send(message)
+            self._is_telling = True
+            asyncio.get_running_loop().call_soon(self._tell_more)
+
+    def _tell_more(self) -> None:
+        self._is_telling = False
+        if self._transport is not None and not self._transport.is_closing():
+            self.tell_events()
 
     def _send_stats(self, token: int, body: dict[str, Any]) -> None:
         self.send(Stats(token, self._server.tier, json.dumps(body)))

@@ -12,7 +12,6 @@ from typing import Any
 
 from engine.client import EngineClient
 from engine.core import EngineCore
-from engine.events import EventRing
 from engine.loop import Inbox, StepLoop
 from engine.server import MAX_UNREAD_BYTES, EngineServer, ServerFacts
 from engine.tier import TierWorker
@@ -31,6 +30,10 @@ class Shell:
     settings: dict[str, Any] = field(default_factory=dict)
     credits: int = 1024
     max_unread_bytes: int = MAX_UNREAD_BYTES
+    event_buffer_max_size: int = 0
+    incarnation: str = "0011223344556677"
+    at: Path | None = None
+    """A directory that outlives this engine, so that another one can take its place."""
     record: Callable[[NewRequest, float], None] | None = None
     directory: Path = field(init=False)
     inbox: Inbox = field(init=False)
@@ -46,7 +49,7 @@ class Shell:
         return self.directory / "engine.sock"
 
     async def __aenter__(self) -> Shell:
-        self.directory = Path(tempfile.mkdtemp(dir="/tmp", prefix="halocline-shell-"))
+        self.directory = self.at or Path(tempfile.mkdtemp(dir="/tmp", prefix="halocline-shell-"))
         info = self.runner.info
         settings = CoreSettings(
             **{
@@ -59,6 +62,7 @@ class Shell:
                 "vocab_size": info.vocab_size,
                 "eos_token_ids": info.eos_token_ids,
                 "tier_enabled": self.make_tier_client is not None,
+                "record_events": self.event_buffer_max_size > 0,
                 **self.settings,
             }
         )
@@ -69,6 +73,7 @@ class Shell:
             self.inbox,
             tier="absent" if settings.tier_enabled else "none",
             max_unread_bytes=self.max_unread_bytes,
+            event_buffer_max_size=self.event_buffer_max_size,
             on_ended=self.ended.append,
         )
         self.tier = self._tier_worker()
@@ -78,7 +83,6 @@ class Shell:
             self.inbox,
             self.server.deliver,
             tier=self.tier,
-            events=EventRing(0, "test"),
             record=self.record,
         )
         await self.server.listen(self.socket)
@@ -97,7 +101,8 @@ class Shell:
         await asyncio.to_thread(self.steps.join, WAIT_S)
         if self.tier is not None:
             await asyncio.to_thread(self.tier.stop, 0.0)
-        shutil.rmtree(self.directory)
+        if self.at is None:
+            shutil.rmtree(self.directory)
 
     def _tier_worker(self) -> TierWorker | None:
         if self.make_tier_client is None:
@@ -114,7 +119,7 @@ class Shell:
     def _facts(self, settings: CoreSettings) -> ServerFacts:
         info = self.runner.info
         return ServerFacts(
-            incarnation="0011223344556677",
+            incarnation=self.incarnation,
             model_id=info.model_id,
             model_dir="",
             vocab_size=info.vocab_size,
