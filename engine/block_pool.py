@@ -315,12 +315,11 @@ class BlockPool:
         assert not self._is_written[block]
         self._unindex(block)
 
-    def forget(self, block: int) -> None:
-        """Take a block and its descendants out of the index; idle ones become free, those in use private."""
-        leaving = self.tree.descendants_first(block)
-        self._tell_removed(leaving)
-        for each in leaving:
-            self._leave_index(each, self._holds[each] > 0)
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Take blocks out of the index, children first; idle ones become free, those in use private."""
+        self._tell_removed(blocks)
+        for block in blocks:
+            self._leave_index(block, self._holds[block] > 0)
 
     def announce_stored(self, blocks: Sequence[int]) -> None:
         """Tell of full blocks that became shareable: a run, each the child of the one before."""
@@ -398,7 +397,7 @@ class BlockPool:
             self.num_expired += 1
             self._deadline[block] = self._duration[block] = NEVER
             if self._is_drop[block]:
-                self.forget(block)
+                self.forget(self.tree.descendants_first(block))
                 continue
             self._set_priority(block, demoted_priority(self._priority[block]))
 

@@ -100,29 +100,37 @@ class EngineCore:
 
     def cancel(self, sequence_id: int, now: float) -> None:
         """Drop a sequence and all it holds; at `complete` if the outstanding plan names it. No output follows."""
-        sequence = self._roster.sequences.get(sequence_id)
+        sequence = self._roster.find(sequence_id)
         if sequence is None or sequence.is_cancelled:
             return
         sequence.is_cancelled = True
-        self._tally.requests_cancelled += 1
+        if sequence.state is not State.UNCONFIRMED:
+            self._tally.requests_cancelled += 1
         self._end_or_wait(sequence, now)
 
     def confirm(self, sequence_id: int, tokens_kept: int) -> None:
         """The first `tokens_kept` generated tokens are kept: blocks that hold them may be published (3.6)."""
-        sequence = self._roster.sequences.get(sequence_id)
+        sequence = self._roster.find(sequence_id)
         if sequence is not None and tokens_kept > sequence.confirmed:
             sequence.confirmed = tokens_kept
             self._confirmed.add(sequence)
 
     def stop(self, sequence_id: int, tokens_kept: int, now: float) -> None:
-        """End a sequence of which only `tokens_kept` generated tokens count. No output follows."""
-        sequence = self._roster.sequences.get(sequence_id)
+        """End a sequence of which only `tokens_kept` generated tokens count. No output follows. For one that has finished
+        by itself this is the last word on its tokens."""
+        sequence = self._roster.find(sequence_id)
         if sequence is None or sequence.is_cancelled:
             return
         sequence.is_cancelled = True
         sequence.tokens_kept = max(0, tokens_kept)
-        self._tally.requests_finished += 1
+        if sequence.state is not State.UNCONFIRMED:
+            self._tally.requests_finished += 1
         self._end_or_wait(sequence, now)
+
+    def let_go_unconfirmed(self, now: float) -> None:
+        """Wait for no more confirmations of finished sequences; not while a plan is outstanding."""
+        while self._roster.let_go(now):
+            pass
 
     def set_weights(self, weights: dict[OwnerId, float]) -> None:
         """Weights of owners on the device (kv-semantics 4.3); an owner that is not named has 1."""
@@ -135,7 +143,8 @@ class EngineCore:
         if self._plan is not None:
             raise EngineError(f"step {self._plan.step_id} is not complete; plan() was called too early (a bug)")
         self._pool.expire(now)
-        self._publish_confirmed()
+        self._publish_confirmed(now)
+        self._roster.let_go_overdue(now)
         self._steps += 1
         self._plan = self._planner.make(self._steps, now)
         return self._plan
@@ -173,11 +182,12 @@ class EngineCore:
         return outputs
 
     def next_deadline(self) -> float | None:
-        """When the next block expires: `plan` wants to be called by then, even if it would return None."""
-        return self._pool.next_deadline()
+        """When time does something by itself: `plan` wants to be called by then, even if it would return None."""
+        deadlines = (self._pool.next_deadline(), self._roster.next_let_go())
+        return min((each for each in deadlines if each is not None), default=None)
 
     def has_work(self) -> bool:
-        """Whether any sequence is inside."""
+        """Whether any sequence has tokens to come."""
         return bool(self._roster.sequences)
 
     # The host tier.
@@ -230,7 +240,7 @@ class EngineCore:
         self._roster.check_invariants()
         self._offloader.check_invariants()
         expected = [0] * self.settings.num_blocks
-        for sequence in self._roster.running.values():
+        for sequence in (*self._roster.running.values(), *self._roster.unconfirmed.values()):
             for block in (*sequence.table, *sequence.twins.values()):
                 expected[block] += 1
             assert self._plan is not None or not sequence.unwritten
@@ -241,15 +251,17 @@ class EngineCore:
 
     # Before a step.
 
-    def _publish_confirmed(self) -> None:
-        for sequence in self._confirmed:
+    def _publish_confirmed(self, now: float) -> None:
+        for sequence in sorted(self._confirmed, key=lambda each: each.arrival):
             if sequence.state is State.RUNNING:
                 self._cache.publish(sequence, sequence.num_computed, is_written=True)
+            elif sequence.state is State.UNCONFIRMED and not sequence.is_unconfirmed:
+                self._roster.end(sequence, now)
         self._confirmed.clear()
 
     def _refusal(self, request: NewRequest) -> Refused | None:
         settings = self.settings
-        if request.sequence_id in self._roster.sequences:
+        if self._roster.find(request.sequence_id) is not None:
             raise EngineError(f"sequence {request.sequence_id} lives already; ids must be unique (a bug)")
         count = len(request.prompt)
         if not count:
@@ -301,7 +313,10 @@ class EngineCore:
                 sequence.admitted_at = sequence.served = None  # What it was served with was not there.
             self._roster.preempt(sequence, now, is_good=False)
             return []
-        self._cache.disown(sequence)
+        # It computed something unusable; whoever used it to the end may have left a copy of it in the tier.
+        unusable = self._cache.own_blocks(sequence)
+        self._offloader.withdraw(unusable, now)
+        self._pool.forget(unusable)
         self._roster.end(sequence, now, is_good=False)
         return [SequenceOutput(sequence.sequence_id, (), finish="error", error=error)]
 
@@ -319,7 +334,7 @@ class EngineCore:
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
         if finish is not None:
             self._tally.requests_finished += 1
-            self._roster.end(sequence, now)
+            self._roster.finish(sequence, now)
         return SequenceOutput(sequence.sequence_id, (sampled.token,), logprobs, first, finish)
 
     def _first_token(self, sequence: Sequence, now: float) -> FirstToken:
@@ -340,6 +355,9 @@ class EngineCore:
     def _end_or_wait(self, sequence: Sequence, now: float) -> None:
         """End a sequence nobody listens to, unless a load or a step still writes its blocks."""
         if sequence.state is State.LOADING:
+            return
+        if self._plan is not None and sequence.state is State.UNCONFIRMED:
+            self._late.append(lambda: self._roster.end(sequence, now))
             return
         if self._plan is not None and sequence.sequence_id in self._roster.running:
             if not any(chunk.sequence_id == sequence.sequence_id for chunk in self._plan.chunks):

@@ -31,6 +31,8 @@ MAX_FAILED_STEPS: Final = 3
 """Steps that fail in a row before the engine ends, for its supervisor to start another."""
 MIN_SLEEP_S: Final = 0.005
 SHUTDOWN_DRAIN_S: Final = 2.0
+IDLE_CHECK_S: Final = 1.0
+"""After so long without work or messages the core's invariants are checked once, where that was asked for."""
 STEP_FAILED: Final = "The engine could not compute this step; the request may be retried."
 
 log = structlog.get_logger("engine.loop")
@@ -208,6 +210,7 @@ class StepLoop:
         tier: TierWorker | None,
         prefill_rate: Rate | None = None,
         record: Callable[[NewRequest, float], None] | None = None,
+        check_when_idle: bool = False,
         clock: Callable[[], float] = now_s,
     ) -> None:
         self._core = core
@@ -216,6 +219,8 @@ class StepLoop:
         self._deliver = deliver
         self._tier = tier
         self._record = record
+        self._check_when_idle = check_when_idle
+        self._is_unchecked = check_when_idle
         self._clock = clock
         self._prefill_rate = prefill_rate or Rate()
         self._waited_s: dict[int, float] = {}
@@ -252,8 +257,9 @@ class StepLoop:
         plan = self._core.plan(self._clock())
         self._pass_on()
         if plan is None:
-            self._take(self._sleep_s())
+            self._sleep()
             return None
+        self._is_unchecked = self._check_when_idle
         outputs = self._step(plan)
         if outputs:
             self._deliver(Outputs(tuple(outputs)))
@@ -262,6 +268,15 @@ class StepLoop:
             return f"{MAX_FAILED_STEPS} steps in a row failed"
         self._take(0)
         return None
+
+    def _sleep(self) -> None:
+        timeout_s = self._sleep_s()
+        if not self._is_unchecked or (timeout_s is not None and timeout_s < IDLE_CHECK_S):
+            self._take(timeout_s)
+            return
+        if not self._take(IDLE_CHECK_S) and not self._inbox.is_stopping:
+            self._core.check_invariants()  # A contradiction is a defect: it ends the loop like any other.
+            self._is_unchecked = False
 
     def _sleep_s(self) -> float | None:
         """Until the next block expires, if any will; messages end the sleep anyway."""
@@ -323,10 +338,13 @@ class StepLoop:
 
     # Messages. ------------------------------------------------------------------------------------------------------
 
-    def _take(self, timeout_s: float | None) -> None:
-        for item in self._inbox.take(timeout_s):
+    def _take(self, timeout_s: float | None) -> bool:
+        """Handle what is in the inbox, after waiting for it at most so long; whether there was anything."""
+        items = self._inbox.take(timeout_s)
+        for item in items:
             self._handle(item)
         self._pass_on()
+        return bool(items)
 
     def _handle(self, item: Inbound) -> None:
         core, now = self._core, self._clock()
@@ -389,6 +407,7 @@ class StepLoop:
             self._handle(item)
         for sequence_id in list(self._waited_s):
             self._core.cancel(sequence_id, self._clock())
+        self._core.let_go_unconfirmed(self._clock())
         self._pass_on()
 
     # Figures. -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ next release offers them again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from cached.keys import BlockHash
+from cached.retention import MIN_PRIORITY
 from engine.block_pool import BlockPool
 from engine.tier_work import Offer, OfferedDeviceBlock, TierWork, Touch, TouchedBlock
 from engine.values import CoreSettings
@@ -89,13 +91,26 @@ class Offloader:
         for block in blocks:
             if block in self._under_way or self._is_known(block, now):
                 touched.append(block)
-            elif offer_now and self._is_worth_it(block):
+                continue
+            if offer_now and self._is_worth_it(block):
                 offered.append(block)
+            if self._was_known(block):
+                touched.append(block)  # A copy that is still there has to hear of this release, whatever is offered.
         if offered:
             self._offer(offered, now)
         if touched:
             self.num_touches += 1
             self._outbox.send(Touch(tuple(self._touch_of(block, now) for block in touched)))
+
+    def withdraw(self, blocks: Sequence[int], now: float) -> None:
+        """What these blocks hold is unusable: copies of it, also those under way, are to go, with all that is below them.
+
+        The tier's protocol has no message for one block's removal; a duration that is over, with `drop`, says the same.
+        """
+        hashes = self._pool.tree.hashes_of(blocks)
+        if self.is_on and hashes:
+            self.num_touches += 1
+            self._outbox.send(Touch(tuple(TouchedBlock(each, MIN_PRIORITY, now, "drop") for each in hashes)))
 
     def depart(self, block: int, now: float) -> bool:
         """A block is about to be evicted (`on_evict`): True if a copy begins, so that it cannot be reused yet."""
@@ -125,6 +140,9 @@ class Offloader:
     def _is_known(self, block: int, now: float) -> bool:
         since = self._pool.in_tier_since(block)
         return self._ready_since is not None and since >= self._ready_since and now - since <= KNOWLEDGE_S
+
+    def _was_known(self, block: int) -> bool:
+        return self._pool.in_tier_since(block) != -math.inf
 
     def _is_missing(self, block: int, now: float) -> bool:
         return self._is_worth_it(block) and block not in self._under_way and not self._is_known(block, now)

@@ -78,6 +78,8 @@ class Planner:
     def _grow(self, sequence: Sequence, step: _Step, now: float) -> bool:
         """A block for the next token, if need be by preempting the youngest; False: not in this step."""
         while not self._cache.grow(sequence, self._depart(now)):
+            if self._roster.let_go(now):
+                continue
             if self._pool.num_delayed or self._onboarding.is_loading:
                 step.is_stalled = True  # Copies and loads end, so waiting is cheaper than computing again.
                 return False
@@ -148,11 +150,12 @@ class Planner:
             # What is loaded must not stand on what this step may fail to write.
             self._roster.waiting.set_aside(sequence)
             return True
-        if not self._has_headroom(sequence, walk):
-            return False
-        num_partial = self._take_blocks(sequence, walk, step, now, num_load)
-        if num_partial is None:
-            return False
+        while not self._has_headroom(sequence, walk):
+            if not self._roster.let_go(now):
+                return False
+        while (num_partial := self._take_blocks(sequence, walk, step, now, num_load)) is None:
+            if not self._roster.let_go(now):
+                return False
         self._roster.start_running(sequence, step.step_id, now)
         if num_load:
             self._onboarding.load(sequence, num_load)

@@ -219,13 +219,13 @@ class PrefixCache:
         sequence.reset_device()
         return full
 
-    def disown(self, sequence: Sequence) -> None:
-        """The sequence computed something unusable: take out of the index what it computed and nobody else uses."""
+    def own_blocks(self, sequence: Sequence) -> list[int]:
+        """Indexed blocks that the sequence computed and nobody else uses, and what is below them; children first."""
         for place in range(sequence.num_matched, sequence.num_published):
             block = sequence.table[place]
             if self._pool.tree.is_indexed(block) and self._pool.ref_count(block) == 1:
-                self._pool.forget(block)
-                return
+                return self._pool.tree.descendants_first(block)
+        return []
 
     def _index_tail(self, sequence: Sequence) -> None:
         size = self._settings.tokens_per_block

@@ -17,6 +17,10 @@ from engine.sequence import Sequence, State
 from engine.tally import Tally
 from engine.values import CoreSettings
 
+MAX_UNCONFIRMED = 64
+CONFIRMATION_TIMEOUT_S = 5.0
+"""A gateway confirms with the last event it reads. One that has not by then never will: the blocks are not kept in use."""
+
 
 class Roster:
     """All sequences by id; those that run in order of admission, loading ones included."""
@@ -27,6 +31,7 @@ class Roster:
         self.producers = Producers()
         self.sequences: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
+        self.unconfirmed: dict[int, Sequence] = {}  # oldest first
         self._settings = settings
         self._pool = pool
         self._offloader = offloader
@@ -61,8 +66,43 @@ class Roster:
         self._give_back(sequence, now, is_good)
         self.waiting.remove(sequence)
         sequence.state = State.FINISHED
-        del self.sequences[sequence.sequence_id]
+        self.sequences.pop(sequence.sequence_id, None)
         self._pool.leave(sequence.owner_index, sequence.namespace_index)
+
+    def finish(self, sequence: Sequence, now: float) -> None:
+        """It has its last token. It ends, unless the word that lets its generated blocks be found is still to come: then it
+        keeps its blocks, no longer counts as running, and is the first to give them up when others need them."""
+        if not self._settings.enable_block_reuse or not sequence.is_unconfirmed:
+            self.end(sequence, now)
+            return
+        del self.running[sequence.sequence_id], self.sequences[sequence.sequence_id]
+        self._hand_over(self.producers.drop(sequence))
+        sequence.state = State.UNCONFIRMED
+        sequence.let_go_at = now + CONFIRMATION_TIMEOUT_S
+        self.unconfirmed[sequence.sequence_id] = sequence
+        if len(self.unconfirmed) > MAX_UNCONFIRMED:
+            self.let_go(now)
+
+    def let_go(self, now: float) -> bool:
+        """End the sequence that has waited longest for its confirmation; False where there is none."""
+        oldest = next(iter(self.unconfirmed.values()), None)
+        if oldest is not None:
+            self.end(oldest, now)
+        return oldest is not None
+
+    def let_go_overdue(self, now: float) -> None:
+        """End those whose confirmation did not come in time."""
+        while (deadline := self.next_let_go()) is not None and deadline <= now:
+            self.let_go(now)
+
+    def next_let_go(self) -> float | None:
+        """When the first confirmation is overdue."""
+        oldest = next(iter(self.unconfirmed.values()), None)
+        return None if oldest is None else oldest.let_go_at
+
+    def find(self, sequence_id: int) -> Sequence | None:
+        """A sequence that lives, or that waits for its confirmation."""
+        return self.sequences.get(sequence_id) or self.unconfirmed.get(sequence_id)
 
     def check_invariants(self) -> None:
         """Every living sequence either runs or waits, and one that waits holds nothing."""
@@ -74,12 +114,17 @@ class Roster:
         for sequence in waiting:
             assert sequence in self.waiting
             assert not sequence.table
+        assert len(self.unconfirmed) <= MAX_UNCONFIRMED
+        assert not self.unconfirmed.keys() & self.sequences.keys()
+        for sequence in self.unconfirmed.values():
+            assert sequence.state is State.UNCONFIRMED
 
     def _youngest_first(self) -> Iterator[Sequence]:
         return (each for each in reversed(self.running.values()) if each.state is State.RUNNING)
 
     def _give_back(self, sequence: Sequence, now: float, is_good: bool) -> None:
-        if self.running.pop(sequence.sequence_id, None) is None:
+        ran = self.running.pop(sequence.sequence_id, None) or self.unconfirmed.pop(sequence.sequence_id, None)
+        if ran is None:
             return
         unmade = self.producers.drop(sequence)
         blocks = self.cache.release(sequence, now, is_good)

@@ -1,10 +1,10 @@
 """One sequence from its submission to its last token: what it has, where it stands, never what happens next.
 
     waiting ──▶ running ──▶ finished
-       ▲  ╲        │  ▲
-       │   ╲ load  │  │ loaded
-       │    ▼      │  │
-       │   loading ┼──╯
+       ▲  ╲        │  ▲  ╲      ▲ confirmed, or let go
+       │   ╲ load  │  │   ╲     │
+       │    ▼      │  │    ▼    │
+       │   loading ┼──╯   unconfirmed
        └── preempt ╯
 
 Tokens are one run, prompt then output; after a preemption what was generated is prefilled again like a prompt.
@@ -31,6 +31,7 @@ class State(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"
+    UNCONFIRMED = "unconfirmed"  # it has its last token; how far its tokens count is not known yet (kv-semantics 3.6)
     FINISHED = "finished"
 
 
@@ -81,6 +82,7 @@ class Sequence:
     # The end.
     is_cancelled: bool = False  # nobody listens any more
     tokens_kept: int | None = None  # told by `stop`
+    let_go_at: float | None = None  # when an unconfirmed one is waited for no longer
 
     # Accounting, of the first admission.
     admitted_at: float | None = None
@@ -121,6 +123,11 @@ class Sequence:
         if self.request.hold_generated:
             return self.num_prompt + min(self.confirmed, self.num_output)
         return len(self.tokens)
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Whether a word is to come on how far what was generated, and written, counts."""
+        return self.request.hold_generated and self.num_publishable < self.num_computed
 
     def append(self, token: int) -> None:
         """A token was sampled; its K and V are not computed yet."""

@@ -73,6 +73,7 @@ from engine.protocol import (
     TokenEvent,
     Welcome,
 )
+from engine.roster import MAX_UNCONFIRMED
 from engine.values import NewRequest, Refused, SequenceOutput
 
 GREETING_TIMEOUT_S: Final = 5.0
@@ -242,7 +243,10 @@ class EngineServer:
                 continue
             connection, request_id = found
             if output.finish is not None:
+                is_held = request_id in connection.held
                 self.forget(output.sequence_id)
+                if is_held and output.finish != "error":
+                    connection.await_confirmation(request_id, output.sequence_id)
             frames[connection].append(
                 TokenEvent(request_id, output.tokens, output.logprobs, output.first, output.finish, output.error)
             )
@@ -287,6 +291,8 @@ class EngineServer:
         sequence_id = self._last_sequence_id
         self._live[sequence_id] = (connection, submit.request_id)
         connection.sequences[submit.request_id] = sequence_id
+        if submit.hold_generated:
+            connection.held.add(submit.request_id)
         self.inbox.put(Admit(_request(sequence_id, submit), now_s()))
         return None
 
@@ -318,13 +324,17 @@ class EngineServer:
         """From now on nothing is said about a sequence."""
         connection, request_id = self._live.pop(sequence_id)
         del connection.sequences[request_id]
+        connection.held.discard(request_id)
 
 
 class _Connection(asyncio.Protocol):
-    """One gateway. `sequences` is what it has inside, by its own request ids."""
+    """One gateway. `sequences` is what it has inside, by its own request ids; `held` those of them whose generated blocks
+    wait for its word. Of such as have finished by themselves, the word may still come."""
 
     def __init__(self, server: EngineServer) -> None:
         self.sequences: dict[int, int] = {}
+        self.held: set[int] = set()
+        self._unconfirmed: dict[int, int] = {}
         self._server = server
         self._reader = FrameReader(MAX_FRAME_BYTES)
         self._transport: asyncio.Transport | None = None
@@ -360,6 +370,7 @@ class _Connection(asyncio.Protocol):
             log.info("gateway gone", client=self._name, requests_dropped=len(self.sequences))
         for sequence_id in list(self.sequences.values()):
             self._server.drop(sequence_id)
+        self._server.inbox.put_all([Drop(sequence_id) for sequence_id in self._unconfirmed.values()])
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -393,7 +404,7 @@ class _Connection(asyncio.Protocol):
                 if sequence_id is not None:
                     self._server.drop(sequence_id)
             case Confirm(request_id, tokens_kept):
-                sequence_id = self.sequences.get(request_id)
+                sequence_id = self.sequences.get(request_id, self._unconfirmed.get(request_id))
                 if sequence_id is not None:
                     self._server.inbox.put(Keep(sequence_id, _count(tokens_kept)))
             case Stop(request_id, tokens_kept):
@@ -441,19 +452,32 @@ class _Connection(asyncio.Protocol):
     def _submit(self, submit: Submit) -> None:
         if submit.request_id in self.sequences:
             raise WireError(f"request id {submit.request_id} is in use")
+        self._unconfirmed.pop(submit.request_id, None)
         self._server.counters["requests"] += 1
         refused = self._server.admit(self, submit)
         if refused is not None:
             self.reject(submit.request_id, refused)
 
     def _stop(self, request_id: int, tokens_kept: int) -> None:
-        """The core says nothing after a stop, so the last word of the request is said here."""
+        """The core says nothing after a stop, so the last word of the request is said here; of one that has finished by
+        itself it has been said."""
+        finished = self._unconfirmed.pop(request_id, None)
+        if finished is not None:
+            self._server.inbox.put(Halt(finished, tokens_kept))
+            return
         sequence_id = self.sequences.get(request_id)
         if sequence_id is None:
             return
         self._server.forget(sequence_id)
         self._server.inbox.put(Halt(sequence_id, tokens_kept))
         self.send(Step((TokenEvent(request_id, (), finish="stop"),)))
+
+    def await_confirmation(self, request_id: int, sequence_id: int) -> None:
+        """A request has finished by itself while the gateway has yet to say how far its tokens count; the core waits for
+        no more of them, and no longer, than it likes."""
+        self._unconfirmed[request_id] = sequence_id
+        if len(self._unconfirmed) > MAX_UNCONFIRMED:
+            del self._unconfirmed[next(iter(self._unconfirmed))]
 
     def _subscribe(self, message: Subscribe) -> None:
         if self._events is None:

@@ -48,7 +48,12 @@ def drive(seed: int, num_actions: int) -> World:
 
 def act(world: World, rng: random.Random, heads: list[list[int]]) -> None:
     """One random thing that may happen to an engine."""
-    alive = [each for each, life in world.lives.items() if life.finish is None and not life.is_dropped]
+    # One that finished by itself may still be told how far its tokens count.
+    alive = [
+        each
+        for each, life in world.lives.items()
+        if not life.is_dropped and (life.finish is None or (life.request.hold_generated and rng.random() < 0.5))
+    ]
     kind = rng.choices(
         ["submit", "step", "abort", "fail", "cancel", "stop", "confirm", "tier", "time", "tier_state", "forget"],
         [14, 40, 1, 2, 4, 3, 12, 16, 4, 1, 1],
@@ -129,6 +134,9 @@ def finish(world: World) -> None:
     if world.outstanding is not None:
         world.finish_step()
     world.run()
+    world.now += 100.0  # Nobody waits for confirmations any more.
+    world.start_step()
+    world.answer_tier()
     for life in world.lives.values():
         assert life.finish is not None or life.is_dropped
         if life.first is not None:
