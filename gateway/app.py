@@ -17,6 +17,7 @@ from aiohttp import hdrs, web
 from engine.client import EngineClient
 from gateway import errors
 from gateway.admin import admin_app, bind_admin, bind_tcp
+from gateway.body import BodyMemory
 from gateway.config import GatewayConfig, UnixAddress, parse_admin, parse_tcp
 from gateway.connection import ConnectionFactory, ConnectionSettings
 from gateway.drain import InFlight
@@ -52,7 +53,9 @@ class GatewayServer:
         self.engines = Engines(client, config.model_dir, load_text)
         self.metrics.inflight.set_function(lambda: len(self.inflight))
         self._log = log
-        handlers = Handlers(config, self.engines, self.inflight, ping_interval_s)
+        self.bodies = BodyMemory(config.body_memory_bytes)
+        self.metrics.body_bytes.set_function(lambda: self.bodies.bytes_held)
+        handlers = Handlers(config, self.engines, self.inflight, self.bodies, ping_interval_s)
         self._app = tenant_app(config, handlers, authenticate, self.metrics, self.inflight, log)
         self._runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         operators_app = admin_app(self.metrics, self.engines, log)

@@ -1,28 +1,76 @@
-"""Reads a request's body within its limits of size and time, and decodes it as a JSON object.
+"""Reads a request's body within its limits of size, time and memory, and decodes it as a JSON object.
 
 A body gets `timeout_s`, and more only as long as it keeps coming at `MIN_BYTES_PER_S`: slow lines may send large bodies,
-a trickle may not hold a connection (field report 56).
+a trickle may not hold a connection (field report 56). All bodies together may hold `BodyMemory` of memory; they are
+counted by what has arrived, since what a header announces costs its sender nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.errors import bad_request, invalid_json, slow_body, too_large, unsupported_media
+from gateway.errors import (
+    bad_request,
+    invalid_json,
+    overloaded,
+    slow_body,
+    too_large,
+    too_many_values,
+    unsupported_media,
+)
+from gateway.json_size import ValueCounter
 
 MIN_BYTES_PER_S: Final = 16 * 1024
+MAX_VALUES: Final = 2**20
+"""Parsing as many takes about 0.1 s, in which nothing else is answered; a prompt of token ids has one value a token."""
 
 
-async def read_json_object(request: web.Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
+class BodyMemory:
+    """How many bytes of bodies are held at once, on all connections together. Owned by the event loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.bytes_held = 0
+        self._max_bytes = max_bytes
+
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Call what it gives for every so many bytes; it raises ApiError (503) when there is no room for them.
+
+        Who asks for the byte too many is refused, and who is further keeps going: so some body always gets to its end.
+        """
+        held = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal held
+            if self.bytes_held + num_bytes > self._max_bytes:
+                raise overloaded("The server is reading too many large bodies at once. The request may be retried.")
+            held += num_bytes
+            self.bytes_held += num_bytes
+
+        try:
+            yield take
+        finally:
+            self.bytes_held -= held
+
+
+async def read_json_object(
+    request: web.Request, memory: BodyMemory, max_bytes: int, timeout_s: float
+) -> dict[str, Any]:
     """The body as an object; raises ApiError for one that is too large, too slow, encoded, or not a JSON object."""
     check_headers(request, max_bytes)
-    raw = await _read(request, max_bytes, timeout_s)
-    if not raw.strip():
+    with memory.holding() as take:
+        return _decoded(await _read(request, take, max_bytes, timeout_s))
+
+
+def _decoded(raw: bytearray) -> dict[str, Any]:
+    if not raw or raw.isspace():
         raise invalid_json("it is empty")
     try:
         body = orjson.loads(raw)
@@ -46,18 +94,22 @@ def check_headers(request: web.Request, max_bytes: int) -> None:
         raise unsupported_media("The body must be UTF-8.")
 
 
-async def _read(request: web.Request, max_bytes: int, timeout_s: float) -> bytes:
+async def _read(request: web.Request, take: Callable[[int], None], max_bytes: int, timeout_s: float) -> bytearray:
     started = asyncio.get_running_loop().time()
     received = bytearray()
+    counter = ValueCounter()
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             while chunk := await request.content.readany():
-                received += chunk
-                if len(received) > max_bytes:
+                if len(received) + len(chunk) > max_bytes:
                     raise too_large(max_bytes)
+                take(len(chunk))
+                received += chunk
+                if counter.feed(chunk) > MAX_VALUES:
+                    raise too_many_values(MAX_VALUES)
                 deadline.reschedule(started + timeout_s + len(received) / MIN_BYTES_PER_S)
     except TimeoutError:
         raise slow_body() from None
     except (web.RequestPayloadError, HttpProcessingError):
         raise bad_request("The body's transfer encoding is broken.", None, "invalid_body") from None
-    return bytes(received)
+    return received

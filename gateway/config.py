@@ -82,6 +82,14 @@ class GatewayConfig(BaseModel):
     model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")] = "demo"
     model_dir: Path | None = None
     max_body_bytes: Annotated[ByteSize, Field(ge=1024, le=2**30)] = ByteSize(32 * 2**20)
+    body_memory_bytes: Annotated[
+        ByteSize,
+        Field(
+            ge=1024,
+            le=2**40,
+            description="Memory for bodies that are being read, all together; a request over it is answered 503.",
+        ),
+    ] = ByteSize(256 * 2**20)
     header_timeout_s: Annotated[float, Field(gt=0, le=300)] = 10.0
     body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     keepalive_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 75.0
@@ -98,5 +106,10 @@ class GatewayConfig(BaseModel):
         if self.listen == self.admin_listen and not self.listen.endswith(":0"):
             raise ValueError(
                 f"listen and admin_listen are both {self.listen!r}; tenants must not reach the admin listener"
+            )
+        if self.body_memory_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"body_memory_bytes ({int(self.body_memory_bytes)}) is less than max_body_bytes "
+                f"({int(self.max_body_bytes)}); the largest body could never be read"
             )
         return self

@@ -104,6 +104,12 @@ def too_large(limit_bytes: int) -> ApiError:
     return ApiError(Problem(413, INVALID, "request_too_large", message))
 
 
+def too_many_values(limit: int) -> ApiError:
+    """413, for a body whose length is legal and whose structure is not."""
+    message = f"The body has more than {limit} values (numbers, strings, lists and objects)."
+    return ApiError(Problem(413, INVALID, "request_too_large", message))
+
+
 def unsupported_media(message: str) -> ApiError:
     """415: an encoding or charset that is not read here."""
     return ApiError(Problem(415, INVALID, "unsupported_media_type", message))

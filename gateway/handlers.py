@@ -15,7 +15,7 @@ from aiohttp import web
 
 from cached.keys import owner_id
 from gateway import errors, sse
-from gateway.body import read_json_object
+from gateway.body import BodyMemory, read_json_object
 from gateway.config import GatewayConfig
 from gateway.dispatch import Generation, Work
 from gateway.drain import InFlight
@@ -50,11 +50,13 @@ class Handlers:
         config: GatewayConfig,
         engines: Engines,
         inflight: InFlight,
+        bodies: BodyMemory,
         ping_interval_s: float = PING_INTERVAL_S,
     ) -> None:
         self._config = config
         self._engines = engines
         self._inflight = inflight
+        self._bodies = bodies
         self._ping_interval_s = ping_interval_s
         self._started_at = int(time.time())
 
@@ -118,7 +120,8 @@ class Handlers:
     async def _body(self, request: web.Request) -> dict[str, Any]:
         if self._inflight.is_draining:
             raise errors.draining()
-        return await read_json_object(request, self._config.max_body_bytes, self._config.body_timeout_s)
+        config = self._config
+        return await read_json_object(request, self._bodies, config.max_body_bytes, config.body_timeout_s)
 
     def _limits(self, engine: ReadyEngine) -> Limits:
         return Limits(self._config.max_n, self._config.max_stop, engine.info.vocab_size)

@@ -209,17 +209,20 @@ class Store:
             version = _version(connection)
             rows = connection.execute(_SELECT_SNAPSHOT).all()
         opened: dict[str, bytes | None] = {}
+        # One for all keys of a tenant: a default may have some kilobytes.
+        rules_of: dict[str, RetentionRules] = {}
         unreadable: list[str] = []
         keys: dict[str, KeyRecord] = {}
         # Unpacked, because looking columns up by name is slower, and revocations wait for this loop.
         for public_id, digest, expires_at, tenant_id, name, state, salt_epoch, sealed, *rules in rows:
             if tenant_id not in opened:
                 opened[tenant_id] = self._open_salt_secret(tenant_id, sealed)
+                rules_of[tenant_id] = RetentionRules(*rules)
                 if opened[tenant_id] is None:
                     unreadable.append(name)
             salt_secret = opened[tenant_id]
             if salt_secret is not None:
-                identity = Identity(tenant_id, name, public_id, salt_secret, salt_epoch, RetentionRules(*rules))
+                identity = Identity(tenant_id, name, public_id, salt_secret, salt_epoch, rules_of[tenant_id])
                 keys[public_id] = KeyRecord(identity, digest, expires_at, is_suspended=state == "suspended")
         return TenantSnapshot(version, self._vault.pepper, keys, tuple(sorted(unreadable)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from cached.keys import owner_id
 from engine.protocol import Rejected
+from gateway.body import MAX_VALUES
 from tenants.salts import derive_salt
 from tests.support.engine_stub import Script, prompt_tokens
 from tests.support.gateway_stand import Stand, chat_body, standing
@@ -154,6 +155,57 @@ class TestKeys:
         assert stand.stub.submits == []
 
 
+class TestBodyMemory:
+    async def test_bodies_together_stay_within_their_memory_and_the_one_too_many_may_come_again(
+        self, demo_model_dir: Path
+    ) -> None:
+        limits = {"max_body_bytes": 64 * 1024, "body_memory_bytes": 100 * 1024}
+        async with standing(demo_model_dir, **limits) as stand:
+            first_reader, first = await self.begin(stand, 60 * 1024)
+            await self.wait_held(stand, lambda held: held >= 59 * 1024)
+            second_reader, second = await self.begin(stand, 60 * 1024)
+
+            second.write(b" " * 513)
+            status, headers, raw = split_response(await second_reader.read())
+
+            check_error(status, headers, raw, 503, "overloaded")
+            assert headers["retry-after"] == "1"
+            await self.wait_held(stand, lambda held: held < 62 * 1024)
+            # What is small still fits beside the large one, and that one is not disturbed.
+            assert (await stand.chat())[0] == 200
+            first.write(b" " * 512 + b"}")
+            status, _, raw = split_response(await first_reader.read())
+            assert status == 200, raw
+            await self.wait_held(stand, lambda held: held == 0)
+            first.close()
+            second.close()
+
+    async def test_a_client_that_leaves_gives_its_memory_back(self, demo_model_dir: Path) -> None:
+        async with standing(demo_model_dir) as stand:
+            _, writer = await self.begin(stand, 60 * 1024)
+            await self.wait_held(stand, lambda held: held >= 59 * 1024)
+
+            writer.transport.abort()
+
+            await self.wait_held(stand, lambda held: held == 0)
+
+    async def begin(self, stand: Stand, num_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """All of a request but the last 513 bytes of its body."""
+        start = json.dumps(chat_body()).encode()[:-1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
+        writer.write(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {num_bytes}\r\n"
+            f"Authorization: Bearer {stand.key}\r\n\r\n".encode()
+        )
+        writer.write(start.ljust(num_bytes - 513))
+        return reader, writer
+
+    async def wait_held(self, stand: Stand, is_reached: Callable[[int], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not is_reached(stand.server.bodies.bytes_held):
+                await asyncio.sleep(0.01)
+
+
 class TestSalts:
     async def test_every_submit_bears_the_tenants_own_salt_and_owner(self, stand: Stand) -> None:
         await stand.chat()
@@ -189,6 +241,20 @@ class TestSalts:
 
 
 class TestBodies:
+    @pytest.mark.parametrize("member", [b"[],", b"1,", b'"",', b'{"a":1},'])
+    async def test_more_values_than_can_be_parsed_in_time_are_refused_and_as_many_characters_are_not(
+        self, stand: Stand, member: bytes
+    ) -> None:
+        many = b'{"model": "demo", "prompt": [' + member * (MAX_VALUES + 1) + b"1]}"
+        headers = stand.headers()
+
+        check_error(*await call(stand, "POST", "/v1/completions", data=many, headers=headers), 413, "request_too_large")
+        text = json.dumps({"model": "demo", "prompt": member.decode() * (MAX_VALUES // 2)})
+        check_error(
+            *await call(stand, "POST", "/v1/completions", data=text, headers=headers), 400, "context_length_exceeded"
+        )
+        assert stand.server.bodies.bytes_held == 0
+
     @pytest.mark.parametrize(
         "raw",
         [

@@ -163,3 +163,8 @@ def test_a_frame_is_one_line_of_json() -> None:
     assert frame.endswith(b"\n\n")
     assert len(frame.decode().splitlines()) == 2
     assert json.loads(frame[len("data: ") :])["text"] == "a\nb\r\nc\u2028"
+
+
+def test_the_memory_for_bodies_holds_at_least_one_body() -> None:
+    with pytest.raises(ValueError, match="the largest body could never be read"):
+        config(max_body_bytes=2048, body_memory_bytes=1024)
