@@ -30,7 +30,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError, EngineError
 from engine.loop import Inbox, StepLoop
-from engine.metrics import MetricsEndpoint
+from engine.metrics import MetricsEndpoint, check_listen
 from engine.plan import Chunk, SampleRequest, StepPlan
 from engine.protocol import Sampling
 from engine.rates import Rate
@@ -54,7 +54,10 @@ def run(config: EngineConfig) -> int:
     logs.configure(config.log_level)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # While loading there is nothing to put away.
     try:
-        clear_socket(config.socket)  # Before the minutes that a model may take, not after.
+        # Before the minutes that a model may take, not after.
+        clear_socket(config.socket)
+        if config.metrics_listen:
+            check_listen(config.metrics_listen)
         runner, prefill_rate = _load(config)
         gc.collect()
         gc.freeze()  # The model stays; no collection has to walk it again.
@@ -158,6 +161,7 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         tier=tier,
         prefill_rate=prefill_rate,
         record=recorder.record if recorder is not None else None,
+        check_when_idle=config.log_level == "debug",
     )
     async with contextlib.AsyncExitStack() as stack:
         if recorder is not None:
@@ -179,7 +183,9 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
             incarnation=incarnation,
         )
         notify("READY=1\nSTATUS=serving")
+        watch = asyncio.ensure_future(keep_watchdog(server))
         code = await over
+        watch.cancel()
         notify("STOPPING=1")
         log.info("stopping", failure="" if code == 0 else "see above")
     return code
@@ -194,6 +200,24 @@ async def _stop_threads(server: EngineServer, inbox: Inbox, steps: StepLoop, tie
         os._exit(1)  # The interpreter would wait for, or crash under, a thread that is inside torch.
     if tier is not None:
         await asyncio.to_thread(tier.stop, TIER_DRAIN_S)
+
+
+async def keep_watchdog(server: EngineServer) -> None:
+    """Tell the service manager that the engine lives, at half the interval it asks for (WatchdogSec), and only as often as
+    the step thread answers: an event loop that runs beside a thread that hangs is not alive."""
+    interval_s = watchdog_s() / 2
+    while interval_s > 0:
+        asked = asyncio.get_running_loop().time()
+        await server.statistics()
+        notify("WATCHDOG=1")
+        await asyncio.sleep(max(0.0, asked + interval_s - asyncio.get_running_loop().time()))
+
+
+def watchdog_s() -> float:
+    """After how much silence the service manager ends this process; 0 when it does not."""
+    microseconds = os.environ.get("WATCHDOG_USEC", "")
+    is_ours = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return int(microseconds) / 1e6 if is_ours and microseconds.isdigit() else 0.0
 
 
 async def _start_metrics(config: EngineConfig, server: EngineServer, stack: contextlib.AsyncExitStack) -> None:

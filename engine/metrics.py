@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -134,6 +135,25 @@ class _Collector:
         return family
 
 
+def check_listen(listen: str) -> None:
+    """Raise EngineConfigError unless this is `unix:/path`, or `HOST:PORT` of a loopback address: figures are not for a
+    network, and nobody who asks for them has to say who they are."""
+    if listen.startswith("unix:"):
+        return
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    if not port.isdigit() or not 0 <= int(port) < 65536:
+        raise EngineConfigError(f"metrics_listen is {listen!r}; give HOST:PORT or unix:/path")
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise EngineConfigError(
+            f"metrics_listen is {listen!r}, and {host!r} is no loopback address; give 127.0.0.1:PORT, [::1]:PORT or unix:/path"
+        )
+
+
 class MetricsEndpoint:
     """`GET /metrics` on `HOST:PORT` or `unix:/path`; anything else is 404."""
 
@@ -144,6 +164,7 @@ class MetricsEndpoint:
 
     async def start(self) -> None:
         """Listen; raises EngineConfigError when that is impossible."""
+        check_listen(self._listen)
         try:
             if self._listen.startswith("unix:"):
                 path = Path(self._listen.removeprefix("unix:"))

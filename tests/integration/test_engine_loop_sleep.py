@@ -44,6 +44,41 @@ async def test_an_idle_engine_sleeps() -> None:
         assert plans.count <= 1  # One may have been under way.
 
 
+async def test_an_idle_engine_checks_itself_once_where_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loop.IDLE_CHECK_S", 0.02)
+    checks: list[int] = []
+    async with Shell(check_when_idle=True) as shell:
+        shell.core.check_invariants = lambda: checks.append(1)  # type: ignore[method-assign]
+        async with asyncio.timeout(WAIT_S):
+            while not checks:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert len(checks) == 1
+
+        client = await shell.client()
+        async for _ in client.submit([1, 2, 3], 2, GREEDY):
+            pass
+
+        async with asyncio.timeout(WAIT_S):
+            while len(checks) == 1:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_contradiction_found_when_idle_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loop.IDLE_CHECK_S", 0.02)
+
+    def fail() -> None:
+        raise AssertionError("a contradiction")
+
+    async with Shell(check_when_idle=True) as shell:
+        shell.core.check_invariants = fail  # type: ignore[method-assign]
+        async with asyncio.timeout(WAIT_S):
+            while not shell.ended:
+                await asyncio.sleep(0.01)
+
+    assert shell.ended == ["AssertionError in the step loop"]
+
+
 async def test_an_idle_engine_wakes_when_a_block_expires() -> None:
     short = RetentionConfig(ranges=(TokenRange(0, None, Retention(priority=90, duration_s=0.05)),))
     async with Shell() as shell:

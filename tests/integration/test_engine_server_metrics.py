@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineConfigError
-from engine.metrics import COUNTERS, GAUGES, MetricsEndpoint, exposition
+from engine.metrics import COUNTERS, GAUGES, MetricsEndpoint, check_listen, exposition
 from engine.protocol import Sampling
 from engine.tier import TierCounters
 from engine.values import CoreStatistics
@@ -65,6 +65,25 @@ async def test_an_address_that_is_none_is_refused_with_what_is_legal() -> None:
 
     with pytest.raises(EngineConfigError, match="HOST:PORT"):
         await MetricsEndpoint("nonsense", nothing).start()
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:9100", "[::1]:0", "localhost:9100", "unix:/run/metrics.sock"])
+def test_figures_are_given_on_loopback_and_unix_sockets(listen: str) -> None:
+    check_listen(listen)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:9100", "[::]:9100", "10.0.0.1:9100", "example.org:9100", "9100", ":9100"])
+def test_figures_are_not_given_to_a_network(listen: str) -> None:
+    with pytest.raises(EngineConfigError, match="metrics_listen"):
+        check_listen(listen)
+
+
+async def test_every_figure_of_the_server_that_a_metric_names_is_there() -> None:
+    async with Shell() as shell:
+        figures = await shell.server.statistics()
+
+    named = [key for section, key, _ in (*GAUGES.values(), *COUNTERS.values()) if section == "server"]
+    assert [key for key in named if key not in figures["server"]] == []
 
 
 def test_every_metric_names_a_figure_that_exists() -> None:
