@@ -72,7 +72,9 @@ def runner(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Mo
 def host(runner: ModelRunner, prompts: list[list[int]]) -> dict[bytes, bytes]:
     """What the twenty prompts leave in the host tier."""
     stored: dict[bytes, bytes] = {}
-    EngineHarness(runner, stored).generate(prompts, 1)
+    harness = EngineHarness(runner, stored)
+    harness.generate(prompts, 1)
+    harness.settle()
     return stored
 
 

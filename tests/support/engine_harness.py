@@ -74,9 +74,12 @@ class EngineHarness:
             assert self.core.submit(request, self.now) == Queued()
         while any(each.finish is None for each in asked.values()):
             self.step(asked)
+        return list(asked.values())
+
+    def settle(self) -> None:
+        """Let the tier have what is left to store, and look at every structure."""
         self.serve_tier()
         self.core.check_invariants()
-        return list(asked.values())
 
     def step(self, asked: dict[int, Generated]) -> None:
         """One plan, executed and completed."""
