@@ -143,14 +143,16 @@ def test_how_many_wait_for_a_confirmation_is_bounded(monkeypatch: pytest.MonkeyP
 
 def test_a_last_word_in_the_middle_of_a_step_waits_for_its_end() -> None:
     world = World(settings(4, 16))
-    sequence, tokens = finished(world)
-    world.submit([*tokens, *UNLIKE], max_tokens=2)
+    sequence, _ = finished(world)
+    world.submit(range(100, 110), max_tokens=2)
     world.start_step()
+    before = world.core.snapshot()
 
     world.stop(sequence, 9)
     in_between = world.core.snapshot()
     world.finish_step()
 
+    assert in_between == before
     assert len(in_between) < len(world.core.snapshot())
     world.run()
     assert used(world) == 0
