@@ -21,6 +21,7 @@ from engine.event_messages import (
     SnapshotPage,
     Subscribe,
     Subscribed,
+    to_page,
     to_row,
 )
 from engine.events import Event, EventRing, Lost, Removed, SnapshotBlock, Stored
@@ -180,9 +181,8 @@ class EventReader:
         start = self._page * BLOCKS_PER_PAGE
         end = start + BLOCKS_PER_PAGE
         is_last = end >= len(snapshot.blocks)
-        page = SnapshotPage(
-            self._feed.incarnation, HASH_ALGO, snapshot.event_id, self._page, is_last, snapshot.blocks[start:end]
-        )
+        blocks = snapshot.blocks[start:end]
+        page = to_page(self._feed.incarnation, HASH_ALGO, snapshot.event_id, self._page, is_last, blocks)
         self._page += 1
         if is_last:
             self.snapshot, self._cursor = None, snapshot.event_id

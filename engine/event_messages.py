@@ -13,10 +13,15 @@ A consumer says `Subscribe` after the Welcome, as often as it likes; the newest 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from cached.errors import WireError
+from cached.keys import HASH_BYTES, BlockHash, OwnerId
 from engine.events import Created, Event, NumberedEvent, Removed, SnapshotBlock, Stored, Updated
+
+_NO_PARENT: Final = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +83,33 @@ class EventBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Whose:
+    """What many blocks have in common."""
+
+    tier: str
+    namespace_fingerprint: str
+    owner: OwnerId
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotPage:
-    """A part of the index as it was before event `event_id`, parents before their children; pages count from 0."""
+    """A part of the index as it was before event `event_id`, parents before their children; pages count from 0.
+
+    By columns, since there are many: hashes one after the other, those of parents all zeros for a first block, a byte of
+    priority for each block, and the number of its `Whose`.
+    """
 
     incarnation: str
     hash_algo: str
     event_id: int
     page: int
     is_last: bool
-    blocks: tuple[SnapshotBlock, ...]
+    block_hashes: bytes
+    parent_hashes: bytes
+    priorities: bytes
+    whose: tuple[Whose, ...]
+    whose_numbers: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +147,60 @@ def _event_of(row: EventRow) -> Event:
     if len(told) != 1:
         raise WireError(f"event {row.event_id} says {len(told)} things; an event says one")
     return told[0]
+
+
+def to_page(
+    incarnation: str, hash_algo: str, event_id: int, page: int, is_last: bool, blocks: Sequence[SnapshotBlock]
+) -> SnapshotPage:
+    """Some blocks of a snapshot as they travel; all of them have token ids, or none."""
+    numbers: dict[tuple[str, str, OwnerId], int] = {}
+    whose = [
+        numbers.setdefault((block.tier, block.namespace_fingerprint, block.owner), len(numbers)) for block in blocks
+    ]
+    told = tuple(block.token_ids for block in blocks if block.token_ids is not None)
+    return SnapshotPage(
+        incarnation=incarnation,
+        hash_algo=hash_algo,
+        event_id=event_id,
+        page=page,
+        is_last=is_last,
+        block_hashes=b"".join([block.block_hash for block in blocks]),
+        parent_hashes=b"".join([block.parent_hash or _NO_PARENT for block in blocks]),
+        priorities=bytes([block.priority for block in blocks]),
+        whose=tuple(Whose(*each) for each in numbers),
+        whose_numbers=tuple(whose),
+        token_ids=told if told else None,
+    )
+
+
+def to_blocks(page: SnapshotPage) -> tuple[SnapshotBlock, ...]:
+    """The blocks of a page; raises WireError for columns that do not fit together."""
+    count = len(page.priorities)
+    lengths = {
+        len(page.block_hashes),
+        len(page.parent_hashes),
+        count * HASH_BYTES,
+        len(page.whose_numbers) * HASH_BYTES,
+    }
+    told = page.token_ids if page.token_ids is not None else (None,) * count
+    if len(lengths) != 1 or len(told) != count:
+        raise WireError(f"page {page.page} of a snapshot has columns of different lengths")
+    if not all(0 <= number < len(page.whose) for number in page.whose_numbers):
+        raise WireError(f"page {page.page} of a snapshot names an owner that it does not have")
+    return tuple(
+        SnapshotBlock(
+            block_hash=BlockHash(page.block_hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]),
+            parent_hash=_parent_at(page.parent_hashes, at),
+            tier=(whose := page.whose[page.whose_numbers[at]]).tier,
+            priority=page.priorities[at],
+            namespace_fingerprint=whose.namespace_fingerprint,
+            owner=whose.owner,
+            token_ids=told[at],
+        )
+        for at in range(count)
+    )
+
+
+def _parent_at(column: bytes, at: int) -> BlockHash | None:
+    found = column[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+    return None if found == _NO_PARENT else BlockHash(found)

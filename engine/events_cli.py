@@ -22,6 +22,7 @@ from engine.event_messages import (
     EventsRefused,
     SnapshotPage,
     Subscribed,
+    to_blocks,
     to_events,
 )
 from engine.events import Created, Event, NumberedEvent, Removed, SnapshotBlock, Stored, Updated
@@ -120,7 +121,7 @@ def _json_objects(message: Heard) -> Iterator[dict[str, Any]]:
                 **_heading("snapshot", message, message.event_id),
                 "page": message.page,
                 "is_last": message.is_last,
-                "blocks": [_json_snapshot_block(block) for block in message.blocks],
+                "blocks": [_json_snapshot_block(block) for block in to_blocks(message)],
             }
         case EventsLost(incarnation, first_event_id, next_event_id):
             yield {
@@ -194,8 +195,8 @@ def human_lines(message: Heard) -> Iterator[str]:
         case EventBatch():
             for numbered in to_events(message):
                 yield _human_event(numbered)
-        case SnapshotPage(blocks=blocks, event_id=event_id):
-            for block in blocks:
+        case SnapshotPage(event_id=event_id):
+            for block in to_blocks(message):
                 after = "" if block.parent_hash is None else f" after {_short(block.parent_hash)}"
                 what = f"{_short(block.block_hash)}@{block.priority}{after}"
                 yield _line(event_id, "holds", block.tier, what, block)

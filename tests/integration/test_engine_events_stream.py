@@ -7,7 +7,7 @@ import asyncio
 from engine.client import EngineClient
 from engine.event_connection import EventConnection, Heard
 from engine.event_feed import BLOCKS_PER_PAGE
-from engine.event_messages import EventBatch, EventsLost, SnapshotPage, Subscribed, to_events
+from engine.event_messages import EventBatch, EventsLost, SnapshotPage, Subscribed, to_blocks, to_events
 from engine.events import Created, NumberedEvent, Stored
 from engine.protocol import Sampling
 from tests.support.fake_runner import FakeInfo, FakeRunner
@@ -143,7 +143,7 @@ async def test_a_snapshot_comes_in_pages_parents_first_and_events_go_on_from_it(
         await ask(client, 99)
         after = await hear_events(consumer, await next_event_id(shell))
 
-        told = [block for page in pages for block in page.blocks]
+        told = [block for page in pages for block in to_blocks(page)]
         assert [page.page for page in pages] == list(range(len(pages)))
         assert len(pages) == -(-len(told) // BLOCKS_PER_PAGE) > 1
         assert tuple(told) != shell.core.snapshot()  # One request later.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from cached.errors import WireError
-from cached.keys import NO_OWNER, BlockHash
+from cached.keys import NO_OWNER, BlockHash, OwnerId
 from engine.event_feed import (
     BLOCKS_PER_PAGE,
     EVENTS_OFF,
@@ -23,7 +26,9 @@ from engine.event_messages import (
     SnapshotPage,
     Subscribe,
     Subscribed,
+    to_blocks,
     to_events,
+    to_page,
     to_row,
 )
 from engine.events import Created, Event, NumberedEvent, Removed, SnapshotBlock, Stored, Updated
@@ -109,8 +114,8 @@ def test_a_snapshot_is_told_in_pages_and_events_follow_from_where_it_was_taken()
     assert isinstance(answer, Subscribed)
     assert isinstance(first, SnapshotPage)
     assert isinstance(second, SnapshotPage)
-    assert (first.event_id, first.page, first.is_last, len(first.blocks)) == (10, 0, False, BLOCKS_PER_PAGE)
-    assert (second.event_id, second.page, second.is_last, len(second.blocks)) == (10, 1, True, 1)
+    assert (first.event_id, first.page, first.is_last, len(to_blocks(first))) == (10, 0, False, BLOCKS_PER_PAGE)
+    assert (second.event_id, second.page, second.is_last, len(to_blocks(second))) == (10, 1, True, 1)
     assert isinstance(batch, EventBatch)
     assert [row.event_id for row in batch.events] == [10]
 
@@ -122,7 +127,8 @@ def test_an_empty_index_is_one_page_that_is_the_last() -> None:
 
     _, page = all_messages(reader)
 
-    assert page == SnapshotPage("aa", "sha256-chain/1", 1, 0, True, ())
+    assert page == to_page("aa", "sha256-chain/1", 1, 0, True, ())
+    assert to_blocks(page) == ()
 
 
 def test_consumers_that_ask_at_about_the_same_time_share_a_snapshot() -> None:
@@ -222,3 +228,41 @@ def test_a_row_that_says_nothing_or_two_things_is_a_breach() -> None:
     for row in (EventRow(1), EventRow(1, created=(), removed=removed(1))):
         with pytest.raises(WireError, match="an event says one"):
             to_events(EventBatch("aa", "x", (row,)))
+
+
+@pytest.mark.parametrize("tokens", [None, (1, 2, 3, 4)])
+def test_a_page_of_a_snapshot_is_the_same_after_its_journey(tokens: tuple[int, ...] | None) -> None:
+    blocks = tuple(
+        SnapshotBlock(
+            name(number + 1),
+            name(number) if number % 3 else None,
+            "device",
+            number,
+            f"0000000{number % 2}",
+            OwnerId(bytes([number % 5]) * 16),
+            tokens,
+        )
+        for number in range(101)
+    )
+
+    frame = TO_GATEWAY.encode(to_page("aa", "x", 7, 0, True, blocks))
+
+    assert to_blocks(TO_GATEWAY.decode(frame[4:])) == blocks
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_hashes": bytes(33)},
+        {"parent_hashes": b""},
+        {"priorities": bytes(2)},
+        {"whose_numbers": (0, 0)},
+        {"whose_numbers": (1,)},
+        {"token_ids": ()},
+    ],
+)
+def test_a_page_whose_columns_do_not_fit_is_a_breach(wrong: dict[str, Any]) -> None:
+    page = to_page("aa", "x", 7, 0, True, (block(1),))
+
+    with pytest.raises(WireError, match="page 0"):
+        to_blocks(dataclasses.replace(page, **wrong))
