@@ -35,10 +35,11 @@ from cached.records import (
     StoredRecord,
     is_free,
     pack_header,
-    pack_reserved,
     pack_stored,
+    reserved_body,
     unpack,
     unpack_header,
+    with_sum,
 )
 
 SLOT_ALIGNMENT = 4096
@@ -65,6 +66,7 @@ class Arena:
         self._table: mmap.mmap | None = None
         self._buffer = bytearray()
         self._locked_map: mmap.mmap | None = None
+        self._reserved: tuple[Holder, bytes] | None = None
 
     @classmethod
     def open(cls, directory: Path, payload_bytes: int, mlock: bool = False) -> Arena:
@@ -111,7 +113,9 @@ class Arena:
 
     def write_reserved(self, slot: int, holder: Holder) -> None:
         """Note that `holder` may be writing into the slot."""
-        self._write(slot, pack_reserved(slot, holder))
+        if self._reserved is None or self._reserved[0] is not holder:
+            self._reserved = holder, reserved_body(holder)
+        self._write(slot, with_sum(slot, self._reserved[1]))
 
     def clear(self, slot: int) -> None:
         """Free the slot for good: one byte, which cannot be torn."""
@@ -127,6 +131,28 @@ class Arena:
             data = self._table[at : at + RECORD_BYTES]
             if not is_free(data):
                 yield slot, unpack(slot, data)
+
+    # --- The table of owners' shares ------------------------------------------------------------------------
+
+    def write_shares(self, data: bytes) -> None:
+        """Keep the owners' shares for the next daemon: the old ones or the new ones are there, whenever this one dies."""
+        newborn = self.directory / "owners.new"
+        fd = _open_private(newborn)
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, data)
+            newborn.rename(self.directory / "owners")
+        except OSError as error:
+            raise ArenaError(f"cannot keep the owners' shares in {self.directory}: {error.strerror}") from error
+        finally:
+            os.close(fd)
+
+    def read_shares(self) -> bytes:
+        """What was kept; empty when nothing was."""
+        try:
+            return (self.directory / "owners").read_bytes()
+        except OSError:
+            return b""
 
     # --- Payload --------------------------------------------------------------------------------------------
 
@@ -166,10 +192,24 @@ class Arena:
         self.allocated_bytes += piece
         return True
 
+    def mend(self) -> bool:
+        """Make the payload whole again if a peer cut it short, lengthened it, or punched holes in it. True when it did:
+        any block's bytes may be gone then. Raises ArenaError when there is no room to do it."""
+        allocated = self.allocated_bytes  # Before the look: the other thread only adds.
+        found = os.fstat(self.payload_fd)
+        if found.st_size == self.payload_bytes and found.st_blocks * 512 >= allocated:
+            return False
+        try:
+            os.ftruncate(self.payload_fd, self.payload_bytes)
+            os.posix_fallocate(self.payload_fd, 0, allocated)
+        except OSError as error:
+            raise self._no_room(error) from error
+        return True
+
     def close(self, keep: bool) -> None:
         """Let go of the arena; with `keep` false nothing of it is left."""
         if not keep:
-            for name in ("table", "payload", "lock"):
+            for name in ("table", "payload", "owners", "owners.new", "lock"):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.directory / name)
             with contextlib.suppress(OSError):

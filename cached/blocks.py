@@ -7,9 +7,10 @@ states that are not in `MOVES`. Which block comes, goes or is served is the stor
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 from cached.keys import OWNER_BYTES
-from cached.protocol import NEVER
+from cached.protocol import NEVER, NO_CEILING, OwnerShare
 
 UNALLOCATED = 0
 FREE = 1
@@ -54,16 +55,24 @@ MOVES: dict[int, frozenset[int]] = {
 VISIBLE = frozenset({STORED, UNVERIFIED})
 INDEXED = frozenset({RESERVED, WAITING, STORED, UNVERIFIED})
 NO_SLOT = -1
+_NO_SHARE = (0, NO_CEILING)
 
 
 class Owners:
-    """Small numbers for 16-byte owner ids, and how many slots each holds or is getting; an owner of none is forgotten."""
+    """Small numbers for 16-byte owner ids, how many slots each holds or is getting, and what each may count on.
+
+    `held`, `floors` and `ceilings` are columns by number, for reading only; they stay the same objects for good. An owner
+    that holds nothing is forgotten, its share is not.
+    """
 
     def __init__(self) -> None:
+        self.held: list[int] = []
+        self.floors: list[int] = []
+        self.ceilings: list[int] = []
         self._number_of: dict[bytes, int] = {}
         self._ids: list[bytes] = []
-        self._held: list[int] = []
         self._spare: list[int] = []
+        self._shares: dict[bytes, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._number_of)
@@ -73,15 +82,27 @@ class Owners:
         number = self._number_of.get(owner)
         if number is None:
             number = self._admit(owner)
-        self._held[number] += 1
+        self.held[number] += 1
         return number
 
     def leave(self, number: int) -> None:
         """Count one slot less; the number is used again once it holds none."""
-        self._held[number] -= 1
-        if self._held[number] == 0:
+        self.held[number] -= 1
+        if self.held[number] == 0:
             del self._number_of[self._ids[number]]
             self._spare.append(number)
+
+    def set_shares(self, shares: Iterable[OwnerShare]) -> None:
+        """From now on these floors and ceilings count, and no others."""
+        self._shares = {
+            share.owner: (share.floor, NO_CEILING if share.ceiling is None else share.ceiling) for share in shares
+        }
+        for owner, number in self._number_of.items():
+            self.floors[number], self.ceilings[number] = self._shares.get(owner, _NO_SHARE)
+
+    def above_ceiling(self) -> list[int]:
+        """The numbers of owners that hold more than they may."""
+        return [number for number in self._number_of.values() if self.held[number] > self.ceilings[number]]
 
     def number_of(self, owner: bytes) -> int | None:
         """The number of an owner that holds something."""
@@ -91,13 +112,9 @@ class Owners:
         """The 16 bytes behind a number."""
         return self._ids[number]
 
-    def held(self, number: int) -> int:
-        """Slots that hold, or are being given to, blocks of this owner."""
-        return self._held[number]
-
     def counts(self) -> dict[bytes, int]:
         """Slots by owner id."""
-        return {owner: self._held[number] for owner, number in self._number_of.items()}
+        return {owner: self.held[number] for owner, number in self._number_of.items()}
 
     def _admit(self, owner: bytes) -> int:
         assert len(owner) == OWNER_BYTES
@@ -107,7 +124,9 @@ class Owners:
         else:
             number = len(self._ids)
             self._ids.append(owner)
-            self._held.append(0)
+            for column in (self.held, self.floors, self.ceilings):
+                column.append(0)
+        self.floors[number], self.ceilings[number] = self._shares.get(owner, _NO_SHARE)
         self._number_of[owner] = number
         return number
 

@@ -23,15 +23,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cached.errors import PeerError, TierUnavailable, WireError
-from cached.keys import OwnerId, self_test_vector
+from cached.keys import HASH_BYTES, OWNER_BYTES, OwnerId, self_test_vector
 from cached.protocol import (
     CLIENT_ID_BYTES,
     COMMIT_OUTCOMES,
+    EVENT_KINDS,
     FIRST_REFUSAL,
     MAX_FRAME_BYTES,
     MAX_HASHES,
     MAX_ROWS,
+    NAMESPACE_FINGERPRINT_BYTES,
     NEVER,
+    NO_CEILING,
     NO_PARENT,
     PRESENT,
     PROTOCOL_VERSION,
@@ -46,6 +49,8 @@ from cached.protocol import (
     Done,
     Drop,
     DropReply,
+    EventsReply,
+    EventsRequest,
     Hello,
     HelloRefused,
     Layout,
@@ -54,6 +59,9 @@ from cached.protocol import (
     Lookup,
     LookupReply,
     OfferedBlock,
+    OwnerShare,
+    OwnersOutcome,
+    OwnersSet,
     Pending,
     Present,
     Refused,
@@ -63,10 +71,13 @@ from cached.protocol import (
     Reserved,
     ReserveOutcome,
     ReserveReply,
+    SetOwners,
     Settled,
     Stats,
     StatsRequest,
     Suspect,
+    TierEvent,
+    TierEvents,
     TierHello,
     Touch,
     Welcome,
@@ -122,15 +133,25 @@ class TierClient:
         self._mapping: mmap.mmap | None = None
         self._mapped: tuple[int, int, int] | None = None
         self._payload: memoryview | None = None
+        self._payload_fd = -1
         self._held: set[int] = set()
         self._stale: set[int] = set()
         self._must_settle = False
 
     @property
     def payload(self) -> memoryview | None:
-        """The arena's bytes, writable, while there is a session; a former mapping lives as long as it is referenced.
-        None in a child forked since, until that has a session of its own."""
-        return self._payload if self.state == "ready" and os.getpid() == self._pid else None
+        """The arena's bytes, mapped and writable, while there is a session; a former mapping lives as long as it is
+        referenced. None in a child forked since, until that has a session of its own.
+
+        Touching it can kill the process (SIGBUS) when a peer has cut the payload short: it is for handing to a device's
+        driver, and for tests. The processor's copies go through `read` and `write`, which answer False instead.
+        """
+        if self.state != "ready" or os.getpid() != self._pid:
+            return None
+        if self._payload is None and self._mapped is not None:
+            self._mapping = mmap.mmap(self._payload_fd, self._mapped[2])
+            self._payload = memoryview(self._mapping)
+        return self._payload
 
     def poll(self) -> Literal["ready", "absent"]:
         """Bring a reconnect forward without asking anything; call it now and then while idle."""
@@ -169,6 +190,16 @@ class TierClient:
         reply = self._ask(Release(self._request_id(), lease.lease_id), ReleaseReply)
         return reply is not None and reply.held
 
+    def read(self, lease: Lease, block: LeasedBlock, out: memoryview) -> bool:
+        """Copy a leased block out into `out`. False, and `out` worth nothing, when its session is over or a peer has cut
+        the payload short. The copy counts only if `release` answers True afterwards."""
+        if lease.lease_id not in self._held or os.getpid() != self._pid:
+            return False
+        try:
+            return os.preadv(self._payload_fd, [out], block.slot_offset) == len(out)
+        except OSError:
+            return False
+
     # --- Writing --------------------------------------------------------------------------------------------
 
     def reserve(self, chain: Sequence[OfferedBlock]) -> list[ReserveOutcome]:
@@ -180,6 +211,16 @@ class TierClient:
             granted = None if reply is None else self._reserve_outcomes(reply, len(rows))
             outcomes += [Refused("absent")] * len(rows) if granted is None else granted
         return outcomes
+
+    def write(self, reserved: Reserved, data: memoryview) -> bool:
+        """Copy a block into the slot that was reserved for it. False when its session is over, so that the slot may be
+        another's by now, or when there is no memory for it: abort the reservation then."""
+        if reserved.reservation not in self._held or os.getpid() != self._pid:
+            return False
+        try:
+            return os.pwritev(self._payload_fd, [data], reserved.slot_offset) == len(data)
+        except OSError:
+            return False
 
     def commit(self, items: Sequence[tuple[int, int]]) -> list[CommitOutcome]:
         """`(reservation, xxh3_64 of the payload)` of blocks that are in place; one outcome each."""
@@ -200,6 +241,33 @@ class TierClient:
         live = self._give_back(reservations)
         for start in range(0, len(live), MAX_ROWS):
             self._ask(Abort(self._request_id(), u64s(live[start : start + MAX_ROWS])), Done)
+
+    # --- Shares and events ----------------------------------------------------------------------------------
+
+    def set_owners(self, version: int, shares: Sequence[OwnerShare]) -> OwnersOutcome | Literal["absent"]:
+        """Forward the gateway's table of shares; the daemon keeps the newest."""
+        message = SetOwners(
+            self._request_id(),
+            version,
+            b"".join([share.owner for share in shares]),
+            f64s([share.weight for share in shares]),
+            u64s([share.floor for share in shares]),
+            u64s([NO_CEILING if share.ceiling is None else share.ceiling for share in shares]),
+        )
+        reply = self._ask(message, OwnersSet)
+        return "absent" if reply is None else reply.outcome
+
+    def events(self, after: int) -> TierEvents | None:
+        """What happened in the tier after the cursor `after`, as far as one reply holds it: ask again with `last` until
+        no events come. None when the daemon is absent."""
+        reply = self._ask(EventsRequest(self._request_id(), after), EventsReply)
+        if reply is None:
+            return None
+        try:
+            return TierEvents(reply.incarnation, reply.last, reply.lost, _read_events(reply))
+        except (ValueError, IndexError):
+            self._lose(is_breach=True)
+            return None
 
     # --- Retention ------------------------------------------------------------------------------------------
 
@@ -248,7 +316,7 @@ class TierClient:
         self._disconnect()
         self._stale.clear()
         self._not_before = NEVER
-        self._payload = self._mapping = None
+        self._forget_payload()
 
     # --- One question ---------------------------------------------------------------------------------------
 
@@ -398,12 +466,19 @@ class TierClient:
             if found.st_size < welcome.payload_bytes or welcome.slot_bytes * welcome.num_slots > welcome.payload_bytes:
                 raise WireError("the payload is shorter than the welcome says")
             if identity != self._mapped:
-                self._mapping = mmap.mmap(fds[0], welcome.payload_bytes)
-                self._payload = memoryview(self._mapping)
+                self._forget_payload()
+                self._payload_fd = fds.pop()
                 self._mapped = identity
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _forget_payload(self) -> None:
+        """A mapping that somebody still refers to lives on, its descriptor does not."""
+        self._payload = self._mapping = self._mapped = None
+        if self._payload_fd >= 0:
+            os.close(self._payload_fd)
+            self._payload_fd = -1
 
     def _notice_the_end(self) -> None:
         """See whether the daemon has closed the connection while nothing was asked."""
@@ -528,6 +603,39 @@ class TierClient:
             return None
         self._held.update(numbers)
         return outcomes
+
+
+def _read_events(reply: EventsReply) -> tuple[TierEvent, ...]:
+    rows = zip(
+        reply.kinds,
+        cut(reply.hashes, HASH_BYTES),
+        cut(reply.parents, HASH_BYTES),
+        cut(reply.namespaces, NAMESPACE_FINGERPRINT_BYTES),
+        cut(reply.owners, OWNER_BYTES),
+        reply.old_priorities,
+        reply.priorities,
+        strict=True,
+    )
+    return tuple(
+        TierEvent(
+            reply.first + at,
+            EVENT_KINDS[kind],
+            key,
+            None if parent == NO_PARENT else parent,
+            namespace.hex(),
+            owner,
+            old,
+            new,
+        )
+        for at, (kind, key, parent, namespace, owner, old, new) in enumerate(rows)
+    )
+
+
+def cut(column: bytes, width: int) -> list[bytes]:
+    """A column of values of one width; raises ValueError when bytes are left over."""
+    if len(column) % width:
+        raise ValueError(f"{len(column)} bytes are no column of width {width}")
+    return [column[at : at + width] for at in range(0, len(column), width)]
 
 
 def _join(hashes: Sequence[bytes]) -> bytes:

@@ -31,6 +31,9 @@ class CachedConfig(BaseModel):
     allowed_users: tuple[str, ...] = Field(
         (), description="Names or numbers of users that may connect besides the daemon's own and root."
     )
+    event_buffer_max_size: int = Field(
+        16384, ge=0, le=2**22, description="Last events of the tier that are remembered for readers; 0: none."
+    )
     mlock: bool = Field(False, description="Lock the arena in memory, so that it is never swapped out.")
     metrics_listen: str | None = Field(
         None, description="Loopback HOST:PORT for Prometheus; none: no metrics endpoint."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cached.protocol import REFUSAL_REASONS, Count, RefusalReason
+from cached.protocol import MAX_OWNERS, REFUSAL_REASONS, Count, RefusalReason
 from cached.retention import MAX_PRIORITY
 
 BAND_WIDTH = 10
@@ -46,13 +46,31 @@ class StoreCounters:
     used: list[int] = field(default_factory=_per_priority)
     evicted: list[int] = field(default_factory=_per_priority)
     refused: dict[RefusalReason, int] = field(default_factory=_per_reason)
+    payload_mended: int = 0
+    refused_by_owner: dict[bytes, dict[RefusalReason, int]] = field(default_factory=dict)
+    evicted_by_owner: dict[bytes, int] = field(default_factory=dict)
+
+    def count_refusal(self, owner: bytes, reason: RefusalReason) -> None:
+        """One block of `owner` was refused. Beyond `MAX_OWNERS` owners only the sum is kept."""
+        self.refused[reason] += 1
+        mine = self.refused_by_owner.get(owner)
+        if mine is None:
+            if len(self.refused_by_owner) >= MAX_OWNERS:
+                return
+            mine = self.refused_by_owner[owner] = {}
+        mine[reason] = mine.get(reason, 0) + 1
+
+    def count_eviction(self, owner: bytes) -> None:
+        """One block of `owner` gave way."""
+        if owner in self.evicted_by_owner or len(self.evicted_by_owner) < MAX_OWNERS:
+            self.evicted_by_owner[owner] = self.evicted_by_owner.get(owner, 0) + 1
 
     def as_fields(self) -> dict[str, Any]:
         """The counters under the names of `protocol.TierStatistics`."""
         plain = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
-            if name not in ("used", "evicted", "refused")
+            if name not in ("used", "evicted", "refused", "refused_by_owner", "evicted_by_owner")
         }
         evicted: dict[str, int] = {band_of(priority): 0 for priority in range(0, MAX_PRIORITY + 1, BAND_WIDTH)}
         for priority, count in enumerate(self.evicted):

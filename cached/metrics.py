@@ -29,6 +29,8 @@ GAUGES = {
     "quarantined": "Slots that a peer may still be writing after its reservation ended",
     "unverified": "Stored blocks that must be verified before they are served",
     "owners": "Owners that hold at least one block",
+    "shares_version": "Version of the owners' shares in force; 0: none",
+    "floors_total": "Blocks promised to owners as floors",
 }
 COUNTERS = {
     "looked_up": "Blocks asked for in lookups",
@@ -44,6 +46,7 @@ COUNTERS = {
     "restored": "Blocks taken over from a former daemon",
     "lost_at_restart": "Records of a former daemon that were torn, or whose chain had a gap",
     "leases_broken": "Releases of leases that had not held",
+    "payload_mended": "Times the payload was found cut short or holed by a peer and made whole",
     "reservations_expired": "Reservations neither committed nor aborted in time",
 }
 FAMILIES = {

@@ -1,7 +1,7 @@
 """Messages between the cache daemon and its peers; one request, one reply, matched by `request_id`.
 
 A peer opens with `Hello`; an engine names its layout and gets `Welcome` together with the payload's descriptor
-(SCM_RIGHTS), an observer names none and may only ask for `stats` and `drop`. Everything a peer reserves or leases
+(SCM_RIGHTS), an observer names none and may neither store nor load. Everything a peer reserves or leases
 belongs to its session and is undone when that ends.
 
     peer                                  cached
@@ -12,8 +12,13 @@ belongs to its session and is undone when that ends.
     Reserve(chain) ─────────────────────▶ ReserveReply(outcomes, …)        then the peer copies, then
     Commit(reservations, checksums) ────▶ CommitReply(outcomes), or
     Abort(reservations) ────────────────▶ Done
-    Touch · Suspect · Drop · StatsRequest ▶ Done · Done · DropReply · Stats
+    Touch · Suspect ────────────────────▶ Done
+    SetOwners(table) ───────────────────▶ OwnersSet(outcome)
+    EventsRequest(after) ───────────────▶ EventsReply(events)
     Settled · Bye                         no reply
+
+What operators ask, and engines may: StatsRequest ▶ Stats, OwnersRequest ▶ OwnersReply, ListRequest ▶ ListReply,
+ConfigRequest ▶ ConfigReply, Drop ▶ DropReply, Verify ▶ VerifyReply.
 
 What there are many of travels as columns: one `bytes` per field, native byte order (both ends share a machine), so
 that a message of 4,096 blocks is decoded without an object per block.
@@ -30,12 +35,18 @@ from cached.keys import BlockHash, OwnerId
 from cached.retention import OnExpiry
 from cached.wire import MessageTable
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 2**20
 MAX_HASHES = 16384
 """Most hashes in one lookup, lease or suspect."""
 MAX_ROWS = 4096
-"""Most blocks in one reserve, commit, abort or touch."""
+"""Most blocks in one reserve, commit, abort or touch, and in one answer to a list or events request."""
+MAX_OWNERS = 16384
+"""Most owners in a table of shares."""
+MAX_OWNERS_SHOWN = 4096
+"""Most owners in one `OwnersReply`: those that hold most."""
+NO_CEILING = 2**64 - 1
+"""In a column of ceilings: none."""
 
 NO_PARENT = bytes(32)
 """Stands for "no parent" in a column of hashes: a first block's. No block hashes to zero."""
@@ -44,8 +55,20 @@ CLIENT_ID_BYTES = 16
 NEVER = float("inf")
 """The deadline of a block without one."""
 
-RefusalReason = Literal["orphan", "full", "outranked", "no_layout", "absent"]
-REFUSAL_REASONS: tuple[RefusalReason, ...] = ("orphan", "full", "outranked", "no_layout", "absent")
+RefusalReason = Literal["orphan", "full", "outranked", "no_layout", "absent", "floors", "ceiling"]
+REFUSAL_REASONS: tuple[RefusalReason, ...] = (
+    "orphan",  # its parent is neither in the tier nor taken with it
+    "full",  # nothing is evictable: all is in use, being stored, or has dependents
+    "outranked",  # what is evictable has a higher priority
+    "no_layout",  # the arena is cut for no layout
+    "absent",  # said by the client: no daemon answers
+    "floors",  # what is evictable belongs to owners at or below their floors
+    "ceiling",  # its owner holds all it may, and nothing of its own can go
+)
+OwnersOutcome = Literal["taken", "known", "older", "floors_exceed_capacity"]
+OWNERS_OUTCOMES: tuple[OwnersOutcome, ...] = ("taken", "known", "older", "floors_exceed_capacity")
+EventKind = Literal["stored", "removed", "updated"]
+EVENT_KINDS: tuple[EventKind, ...] = ("stored", "removed", "updated")
 CommitOutcome = Literal["stored", "orphan", "expired"]
 COMMIT_OUTCOMES: tuple[CommitOutcome, ...] = ("stored", "orphan", "expired")
 
@@ -120,6 +143,57 @@ class LeasedBlock:
     priority: int
     deadline: float | None
     on_expiry: OnExpiry
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerShare:
+    """What one owner may count on in the tier, in blocks (kv-semantics 5.9). `ceiling` None: no limit but the tier's
+    size. `weight` is for the device; the tier keeps it so that the table is whole."""
+
+    owner: bytes
+    weight: float
+    floor: int
+    ceiling: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvent:
+    """Something that happened to one block of the tier. `parent` None: a first block; `old_priority` differs from
+    `priority` only in an update."""
+
+    event_id: int
+    kind: EventKind
+    block_hash: bytes
+    parent: bytes | None
+    namespace_fingerprint: str
+    owner: bytes
+    old_priority: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvents:
+    """Events after a cursor, oldest first. `incarnation` is new per start of the daemon. `lost`: some are gone that the
+    reader had not seen, so it needs a list of what is there; `last` is the cursor for the next question."""
+
+    incarnation: int
+    last: int
+    lost: bool
+    events: tuple[TierEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedBlock:
+    """One block of the tier as an operator sees it."""
+
+    slot: int
+    block_hash: bytes
+    parent: bytes | None
+    namespace_fingerprint: str
+    priority: int
+    deadline: float | None
+    owner: bytes
+    state: str
 
 
 # --- Messages ---------------------------------------------------------------------------------------------------
@@ -369,6 +443,9 @@ class TierStatistics:
     lost_at_restart: int = 0
     leases_broken: int = 0
     reservations_expired: int = 0
+    shares_version: int = 0
+    floors_total: int = 0
+    payload_mended: int = 0
     evicted_by_priority: tuple[Count, ...] = ()
     refused_by_reason: tuple[Count, ...] = ()
 
@@ -379,6 +456,155 @@ class Stats:
 
     request_id: int
     statistics: TierStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class SetOwners:
+    """The gateway's table of shares, forwarded. Columns: owners of 16 bytes, f64 weights, u64 floors and ceilings in
+    blocks (2⁶⁴−1: no ceiling). The newest version counts."""
+
+    request_id: int
+    version: int
+    owners: bytes
+    weights: bytes
+    floors: bytes
+    ceilings: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersSet:
+    """What became of a table (`OWNERS_OUTCOMES`), and which version is in force now."""
+
+    request_id: int
+    outcome: OwnersOutcome
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersRequest:
+    """Ask for `OwnersReply`."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLine:
+    """One owner: its share, what it holds or is being given, what of it could be evicted now, what it was refused and
+    what it lost to others and to itself since the daemon started."""
+
+    owner: bytes
+    weight: float
+    floor: int
+    ceiling: int | None
+    held: int
+    evictable: int
+    evicted: int
+    refused: tuple[Count, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersReply:
+    """Owners that hold something or have a share, those that hold most first; `left_off` did not fit."""
+
+    request_id: int
+    version: int
+    capacity_slots: int
+    left_off: int
+    owners: tuple[OwnerLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListRequest:
+    """Ask for stored blocks in slots above `after` (−1: from the first on), of one namespace if `namespace` has the 4
+    bytes of its fingerprint, of all if it is empty."""
+
+    request_id: int
+    namespace: bytes
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListReply:
+    """Up to `MAX_ROWS` blocks; ask again with `next_after` until that is −1. Columns: u32 slots, hashes and parents of
+    32 bytes (zeros: a first block), namespace fingerprints of 4, u8 priorities, f64 deadlines (infinity: never), owners
+    of 16, u8 states (0: verified, 1: not yet)."""
+
+    request_id: int
+    next_after: int
+    slots: bytes
+    hashes: bytes
+    parents: bytes
+    namespaces: bytes
+    priorities: bytes
+    deadlines: bytes
+    owners: bytes
+    states: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EventsRequest:
+    """Ask for events with ids above `after`; every reader keeps its own cursor, and none takes from another."""
+
+    request_id: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventsReply:
+    """Up to `MAX_ROWS` events with consecutive ids, the first of them `first`; `last` is the cursor for the next
+    question, `lost` says that ids between the asked one and `first` are gone. Columns: u8 kinds (`EVENT_KINDS`), hashes
+    and parents of 32 bytes, namespace fingerprints of 4, owners of 16, u8 old and new priorities."""
+
+    request_id: int
+    incarnation: int
+    first: int
+    last: int
+    lost: bool
+    kinds: bytes
+    hashes: bytes
+    parents: bytes
+    namespaces: bytes
+    owners: bytes
+    old_priorities: bytes
+    priorities: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRequest:
+    """Ask for `ConfigReply`."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting in force, as text."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReply:
+    """The settings in force and what was found of the machine at the start."""
+
+    request_id: int
+    settings: tuple[Setting, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Read every stored block again and compare it with its checksum; none is served before that."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReply:
+    """So many blocks are to be verified; `Stats` tells how it goes (`unverified`, `verified`, `corrupt`)."""
+
+    request_id: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,6 +641,18 @@ MESSAGES: dict[int, type] = {
     21: Stats,
     22: Settled,
     23: Bye,
+    24: SetOwners,
+    25: OwnersSet,
+    26: OwnersRequest,
+    27: OwnersReply,
+    28: ListRequest,
+    29: ListReply,
+    30: EventsRequest,
+    31: EventsReply,
+    32: ConfigRequest,
+    33: ConfigReply,
+    34: Verify,
+    35: VerifyReply,
 }
 TABLE = MessageTable(MESSAGES, MAX_FRAME_BYTES)
 

@@ -70,12 +70,21 @@ def pack_stored(slot: int, record: StoredRecord) -> bytes:
         record.generation,
         record.tick,
     )
-    return body + _SUM.pack(xxh3_64_intdigest(body, slot))
+    return with_sum(slot, body)
 
 
 def pack_reserved(slot: int, holder: Holder) -> bytes:
     """The bytes of a slot that `holder` may be writing into."""
-    body = _BODY.pack(_RESERVED, 0, 0, 0, holder.pid, b"", b"", holder.client_id, 0.0, holder.started, 0, 0)
+    return with_sum(slot, reserved_body(holder))
+
+
+def reserved_body(holder: Holder) -> bytes:
+    """The same without its checksum: what the records of all slots of one holder have in common."""
+    return _BODY.pack(_RESERVED, 0, 0, 0, holder.pid, b"", b"", holder.client_id, 0.0, holder.started, 0, 0)
+
+
+def with_sum(slot: int, body: bytes) -> bytes:
+    """A record's body with the checksum it has in `slot`."""
     return body + _SUM.pack(xxh3_64_intdigest(body, slot))
 
 

@@ -66,7 +66,12 @@ class Server:
         self._config = config
         self._arena = arena
         self._allowed_uids = allowed_uids
-        self._settings = TierSettings(config.lease_ttl_s, config.reservation_ttl_s, config.layout_linger_s)
+        self._settings = TierSettings(
+            config.lease_ttl_s,
+            config.reservation_ttl_s,
+            config.layout_linger_s,
+            event_buffer=config.event_buffer_max_size,
+        )
         # Ids of a former life must mean nothing in this one: 2³² of them per start, chosen at random.
         first_id = (int.from_bytes(os.urandom(4), "big") >> 1 | 1) << 32
         self.tier = Tier(arena, self._settings, first_id, boottime())
@@ -84,6 +89,7 @@ class Server:
         self._verdicts: queue.SimpleQueue[_Verdict] = queue.SimpleQueue()
         self._num_verifying = 0
         self._snapshot_at = 0.0
+        self._look_at = 0.0
         self._threads: list[threading.Thread] = []
 
     def run(self, when_ready: Callable[[], None] = lambda: None) -> None:
@@ -120,6 +126,9 @@ class Server:
                 handler(events)
         now = boottime()
         self.tier.expire(now)
+        if now >= self._look_at:
+            self._look_at = now + TICK_S
+            self._look_at_payload()
         self._verify_some()
         if self._watched:
             self._unwatch_settled()
@@ -128,6 +137,15 @@ class Server:
         for connection in [c for c in self._connections.values() if c.session.state is State.NEW and c.hello_by <= now]:
             log.warning("peer said nothing", pid=connection.pid, waited_s=HELLO_TIMEOUT_S)
             self._end(connection)
+
+    def _look_at_payload(self) -> None:
+        try:
+            if self._arena.mend():
+                log.error("the payload was cut short or holed by a peer; it is whole again and every block is verified")
+                self.tier.mended()
+        except ArenaError as error:
+            log.error("the payload was cut short by a peer and cannot be mended", reason=str(error))
+            self.tier.mended()
 
     def _wait_s(self) -> float:
         now = boottime()
@@ -177,7 +195,7 @@ class Server:
             _refuse(sock, "sessions_full", f"{self._config.max_sessions} peers are connected; see max_sessions")
             return
         pidfd = _open_process(pid)
-        session = Session(self.tier, self._settings, Peer(pid, start_time_of(pid)))
+        session = Session(self.tier, self._settings, Peer(pid, start_time_of(pid)), self._shown)
         connection = Connection(sock, session, pid, pidfd, boottime() + HELLO_TIMEOUT_S)
         self._connections[sock.fileno()] = connection
         self._watch(sock.fileno(), lambda events: self._serve(connection, events))
@@ -288,6 +306,10 @@ class Server:
         del self._watched[pidfd]
         self._forget(pidfd)
         os.close(pidfd)
+
+    def _shown(self) -> list[tuple[str, str]]:
+        """The settings in force, for whoever asks; none of them is a secret."""
+        return [(name, str(value)) for name, value in self._config.model_dump(mode="json").items()]
 
     # --- Helpers --------------------------------------------------------------------------------------------
 

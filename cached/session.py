@@ -6,10 +6,11 @@ the payload's descriptor where a frame asks for it, and closes the connection wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
+from cached import inspection
 from cached.errors import PeerError
 from cached.offers import Granted, Pending, Present
 from cached.protocol import (
@@ -17,6 +18,7 @@ from cached.protocol import (
     FIRST_REFUSAL,
     MAX_FRAME_BYTES,
     MAX_ROWS,
+    NAMESPACE_FINGERPRINT_BYTES,
     PENDING,
     PRESENT,
     PROTOCOL_VERSION,
@@ -27,31 +29,46 @@ from cached.protocol import (
     Bye,
     Commit,
     CommitReply,
+    ConfigReply,
+    ConfigRequest,
     Done,
     Drop,
     DropReply,
+    EventsReply,
+    EventsRequest,
     Hello,
     HelloRefused,
     Lease,
     LeaseReply,
+    ListReply,
+    ListRequest,
     Lookup,
     LookupReply,
+    OwnersReply,
+    OwnersRequest,
+    OwnersSet,
     Release,
     ReleaseReply,
     Reserve,
     ReserveReply,
+    SetOwners,
+    Setting,
     Settled,
     Stats,
     StatsRequest,
     Suspect,
     Touch,
+    Verify,
+    VerifyReply,
     Welcome,
     f64s,
+    read_u32s,
     read_u64s,
     u32s,
     u64s,
 )
 from cached.records import Holder
+from cached.shares import NO_TABLE
 from cached.tier import Admitted, NotAdmitted, Tier, TierSettings
 from cached.wire import FrameReader
 
@@ -65,12 +82,13 @@ class State(Enum):
     CLOSED = "closed"
 
 
+_FOR_ALL = frozenset({Drop, Verify, StatsRequest, OwnersRequest, ListRequest, EventsRequest, ConfigRequest, Bye})
+
 LEGAL: dict[State, frozenset[type]] = {
     State.NEW: frozenset({Hello}),
-    State.ENGINE: frozenset(
-        {Lookup, Lease, Release, Reserve, Commit, Abort, Touch, Suspect, Drop, StatsRequest, Settled, Bye}
-    ),
-    State.OBSERVER: frozenset({Drop, StatsRequest, Bye}),
+    State.ENGINE: frozenset({Lookup, Lease, Release, Reserve, Commit, Abort, Touch, Suspect, SetOwners, Settled})
+    | _FOR_ALL,
+    State.OBSERVER: _FOR_ALL,
     State.CLOSED: frozenset(),
 }
 
@@ -92,12 +110,15 @@ class Peer(NamedTuple):
 class Session:
     """One peer from its first byte to its last; `end` must be called when its connection is gone."""
 
-    def __init__(self, tier: Tier, settings: TierSettings, peer: Peer) -> None:
+    def __init__(
+        self, tier: Tier, settings: TierSettings, peer: Peer, shown: Callable[[], Iterable[tuple[str, str]]] = tuple
+    ) -> None:
         self.state = State.NEW
         self.number = 0
         self._tier = tier
         self._settings = settings
         self._peer = peer
+        self._shown = shown
         self._holder = Holder(peer.pid, peer.started, b"")
         self._reader = FrameReader(MAX_FRAME_BYTES)
         self._verbs: dict[type, Callable[[Any, float], Any]] = {
@@ -112,6 +133,12 @@ class Session:
             Suspect: self._suspect,
             Drop: self._drop,
             StatsRequest: self._stats,
+            SetOwners: self._set_owners,
+            OwnersRequest: self._owners,
+            ListRequest: self._list,
+            EventsRequest: self._events,
+            ConfigRequest: self._config,
+            Verify: self._verify,
             Settled: self._settled,
             Bye: self._bye,
         }
@@ -216,6 +243,36 @@ class Session:
     def _stats(self, message: StatsRequest, now: float) -> Stats:
         self._tier.expire(now)
         return Stats(message.request_id, self._tier.statistics())
+
+    def _set_owners(self, message: SetOwners, now: float) -> OwnersSet:
+        outcome, version = self._tier.set_owners(message, now)
+        return OwnersSet(message.request_id, outcome, version)
+
+    def _owners(self, message: OwnersRequest, now: float) -> OwnersReply:
+        store = self._tier.store
+        if store is None:
+            return inspection.list_owners(message.request_id, None, NO_TABLE)
+        return inspection.list_owners(message.request_id, store.contents, store.shares)
+
+    def _list(self, message: ListRequest, now: float) -> ListReply:
+        if len(message.namespace) not in (0, NAMESPACE_FINGERPRINT_BYTES):
+            raise PeerError(f"a namespace's fingerprint has {NAMESPACE_FINGERPRINT_BYTES} bytes, or none for all")
+        wanted = read_u32s(message.namespace)[0] if message.namespace else None
+        self._tier.expire(now)
+        store = self._tier.store
+        contents = None if store is None else store.contents
+        return inspection.list_blocks(message.request_id, contents, wanted, message.after)
+
+    def _events(self, message: EventsRequest, now: float) -> EventsReply:
+        self._tier.expire(now)
+        run = self._tier.happened(message.after)
+        return inspection.show_events(message.request_id, self._tier.incarnation(), run)
+
+    def _config(self, message: ConfigRequest, now: float) -> ConfigReply:
+        return ConfigReply(message.request_id, tuple(Setting(name, value) for name, value in self._shown()))
+
+    def _verify(self, message: Verify, now: float) -> VerifyReply:
+        return VerifyReply(message.request_id, self._tier.verify_all())
 
     def _settled(self, message: Settled, now: float) -> None:
         self._tier.settled(self._holder)

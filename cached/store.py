@@ -1,7 +1,8 @@
 """Which block lives in which slot: admission, eviction, two-phase stores, leased reads, expiry (kv-semantics §2, 4, 5).
 
 Pure: `now` is an argument, sessions are numbers, and what must outlive the daemon goes through `Records`, a port the
-arena implements. Bytes are never looked at here; whether a block's bytes are sound is told by `verified`.
+arena implements. Bytes are never looked at here; whether a block's bytes are sound is told by `verified`. What a decision
+means for everything that is known of a block is the contents' business.
 
 A block is in the index from `reserve` on and is served once it and all its ancestors are committed. Its slot goes back
 to the free ones only after its record is cleared, and after whoever may write into it has said that it will not.
@@ -12,12 +13,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 from cached import blocks as slots
 from cached.blocks import INDEXED, NO_SLOT, VISIBLE, Blocks, Owners
+from cached.contents import Contents, Records
 from cached.counters import StoreCounters
-from cached.eviction import EvictionOrder, host_victim
+from cached.events import EventRing
+from cached.eviction import host_victim
 from cached.holdings import Holdings, LeaseHolding, ReservationHolding, SessionHoldings
 from cached.keys import HASH_BYTES
 from cached.offers import (
@@ -31,28 +33,19 @@ from cached.offers import (
     Retouch,
     Unverified,
 )
-from cached.protocol import NEVER, NO_PARENT, CommitOutcome, RefusalReason, TierStatistics
+from cached.protocol import NEVER, CommitOutcome, OwnersOutcome, RefusalReason, TierStatistics
 from cached.rebuild import rebuild
 from cached.records import Holder, StoredRecord
 from cached.retention import demoted_priority
+from cached.shares import NO_TABLE, ShareTable, judge
 
 __all__ = ["BlockStore", "Granted", "Offer", "Pending", "Present", "Records", "Refused", "Retouch"]
 
-_SLACK = 64
-"""Outdated entries tolerated in the heap of deadlines beyond as many as there are blocks."""
+TURN_BLOCKS = 256
+"""Most blocks that expire, or give way to a lowered ceiling, in one turn, so that no mass of them keeps peers waiting."""
 
-
-class Records(Protocol):
-    """Where the store writes what must survive the daemon."""
-
-    def write_stored(self, slot: int, record: StoredRecord) -> None:
-        """Make `record` the slot's record."""
-
-    def write_reserved(self, slot: int, holder: Holder) -> None:
-        """Note that `holder` may be writing into the slot."""
-
-    def clear(self, slot: int) -> None:
-        """Make the slot free, for good, before this returns."""
+_PENDING = Pending()
+_PRESENT = Present()
 
 
 class BlockStore:
@@ -66,33 +59,48 @@ class BlockStore:
         lease_ttl_s: float,
         reservation_ttl_s: float,
         first_id: int = 1,
+        event_buffer: int = 0,
     ) -> None:
-        self.blocks = Blocks(num_slots)
-        self.owners = Owners()
-        self.counters = StoreCounters()
-        self._order = EvictionOrder(num_slots)
-        self._records = records
-        self._block_bytes = block_bytes
+        self._contents = Contents(num_slots, block_bytes, records, event_buffer)
+        self.shares = NO_TABLE
         self._lease_ttl_s = lease_ttl_s
         self._reservation_ttl_s = reservation_ttl_s
         self._holdings = Holdings(first_id)
-        self._free: list[int] = []
-        self._expiries: list[tuple[float, int, int]] = []
         self._postponed: list[tuple[float, int, int]] = []
         self._unverified: deque[tuple[int, int]] = deque()
-        self._leased = 0
-        self._tick = 0
-        self._generation = 0
+        self._above_ceiling: list[int] = []
         self._now = 0.0
+
+    @property
+    def contents(self) -> Contents:
+        """What is here; for reading."""
+        return self._contents
+
+    @property
+    def blocks(self) -> Blocks:
+        """What is known of each slot; for reading."""
+        return self._contents.blocks
+
+    @property
+    def owners(self) -> Owners:
+        """Who holds how much; for reading."""
+        return self._contents.owners
+
+    @property
+    def counters(self) -> StoreCounters:
+        """What has been done; for reading."""
+        return self._contents.counters
+
+    @property
+    def events(self) -> EventRing:
+        """What has happened; for reading."""
+        return self._contents.events
 
     # --- Slots and sessions ---------------------------------------------------------------------------------
 
     def publish(self, first: int, end: int) -> None:
         """The memory of slots [first, end) is there: those that hold nothing are free from now on."""
-        fresh = [slot for slot in range(first, end) if self.blocks.state[slot] == slots.UNALLOCATED]
-        for slot in fresh:
-            self.blocks.move(slot, slots.FREE)
-        self._free[:0] = reversed(fresh)
+        self._contents.publish(first, end)
 
     def open_session(self, session: int, holder: Holder) -> None:
         """A peer may reserve and lease from now on."""
@@ -108,7 +116,7 @@ class BlockStore:
         for reservation in held.reservations:
             slot = self._holdings.reservations[reservation].slot
             if self.blocks.state[slot] == slots.RESERVED:
-                self._forget_family(slot)
+                self._contents.forget_family(slot)
         if clean:
             self._give_back(held)
             return False
@@ -153,14 +161,9 @@ class BlockStore:
         run = self._run(hashes)
         if not run:
             return None
-        columns = self.blocks
         for slot in run:
-            if columns.leases[slot] == 0:
-                self._leased += 1
-                if columns.first_child[slot] == NO_SLOT:
-                    self._order.discard(slot)
-            columns.leases[slot] += 1
-        generations = [columns.generation[slot] for slot in run]
+            self._contents.pin(slot)
+        generations = [self.blocks.generation[slot] for slot in run]
         lease = LeaseHolding(session, self._now + self._lease_ttl_s, run, generations)
         return LeasedRun(self._holdings.add_lease(lease), run)
 
@@ -181,18 +184,14 @@ class BlockStore:
     def reserve(self, session: int, offers: Iterable[Offer], now: float) -> list[Decision]:
         """Decide a chain, root first, block by block (kv-semantics 5.1); a refused block changes nothing."""
         self.expire(now)
-        decisions: list[Decision] = []
-        for offer in offers:
-            decision = self._reserve_one(session, offer)
-            if isinstance(decision, Refused):
-                self.counters.refused[decision.reason] += 1
-            decisions.append(decision)
-        return decisions
+        holder = self._holdings.holder_of(session)
+        deadline = self._now + self._reservation_ttl_s
+        return [self._reserve_one(session, holder, deadline, offer) for offer in offers]
 
     def commit(self, session: int, items: Iterable[tuple[int, int]], now: float) -> list[CommitOutcome]:
         """`(reservation, checksum)` of copies that are done; one tick of recency for all of them."""
         self.expire(now)
-        self._tick += 1
+        self._contents.tick += 1
         return [self._commit_one(session, reservation, checksum) for reservation, checksum in items]
 
     def abort(self, session: int, reservations: Iterable[int], now: float) -> None:
@@ -204,22 +203,22 @@ class BlockStore:
                 continue
             self.counters.aborted += 1
             if self.blocks.state[held.slot] == slots.RESERVED:
-                self._forget_family(held.slot)
-            self._free_slot(held.slot)
+                self._contents.forget_family(held.slot)
+            self._contents.free_slot(held.slot)
 
     # --- Retention ------------------------------------------------------------------------------------------
 
     def touch(self, items: Iterable[Retouch], now: float) -> None:
         """A release elsewhere: new retention for blocks that are here, and one tick of recency for the message."""
         self.expire(now)
-        self._tick += 1
+        self._contents.tick += 1
         columns = self.blocks
         for item in items:
             slot = columns.index.get(item.key)
             if slot is None:
                 continue
-            columns.tick[slot] = self._tick
-            self._set_retention(slot, item.priority, item.deadline, item.drops)
+            columns.tick[slot] = self._contents.tick
+            self._contents.set_retention(slot, item.priority, item.deadline, item.drops)
 
     def drop_owner(self, owner: bytes, now: float) -> int:
         """Remove every block of an owner and all that descend from them; leases on them no longer hold."""
@@ -227,29 +226,61 @@ class BlockStore:
         number = self.owners.number_of(owner)
         before = len(self.blocks.index)
         if number is not None:
-            for slot in range(self.blocks.num_slots):
+            for slot in [slot for slot, owner in enumerate(self.blocks.owner) if owner == number]:
                 if self.blocks.state[slot] in INDEXED and self.blocks.owner[slot] == number:
-                    self._forget_family(slot)
+                    self._contents.forget_family(slot)
         gone = before - len(self.blocks.index)
         self.counters.dropped += gone
         return gone
 
     def expire(self, now: float) -> None:
-        """Let everything happen that was due by `now`: leases, reservations, blocks' durations."""
+        """Let happen what was due by `now`: leases, reservations, blocks' durations. Of the last at most `TURN_BLOCKS`;
+        the others follow at the next calls, and a block that is asked for meanwhile is looked at first."""
         self._now = now = max(now, self._now)
         for lease in self._holdings.leases_due(now):
             self._end_lease(lease)
         for held in self._holdings.reservations_due(now):
             self._expire_reservation(held)
-        while self._expiries and self._expiries[0][0] <= now:
-            self._expire_block(heapq.heappop(self._expiries))
+        expiries = self._contents.expiries
+        left = TURN_BLOCKS
+        while expiries and expiries[0][0] <= now and left:
+            entry = heapq.heappop(expiries)
+            if not self._expire_block(entry):
+                self._postponed.append(entry)
+            left -= 1
+        if self._above_ceiling:
+            self._shed(left)
 
     def next_deadline(self) -> float | None:
         """When `expire` may next have something to do; None: not until somebody asks for something."""
         due = self._holdings.next_deadline()
-        block = self._expiries[0][0] if self._expiries else NEVER
-        earliest = min(due, block)
+        block = self._contents.expiries[0][0] if self._contents.expiries else NEVER
+        earliest = self._now if self._above_ceiling else min(due, block)
         return None if earliest == NEVER else earliest
+
+    # --- Shares ---------------------------------------------------------------------------------------------
+
+    def set_shares(self, table: ShareTable, now: float) -> OwnersOutcome:
+        """Put a table of floors and ceilings in force, unless it is not newer or promises more than there is. Owners
+        above a lowered ceiling give up what is idle, at most `TURN_BLOCKS` blocks a turn."""
+        self.expire(now)
+        outcome = judge(table, self.shares, self.blocks.num_slots)
+        if outcome == "taken":
+            self.shares = table
+            self.owners.set_shares(table.shares)
+            self._above_ceiling = self.owners.above_ceiling()
+        return outcome
+
+    def _shed(self, budget: int) -> None:
+        owners, order = self.owners, self._contents.order
+        while self._above_ceiling and budget:
+            number = self._above_ceiling[-1]
+            victim = order.least_valuable(number) if owners.held[number] > owners.ceilings[number] else None
+            if victim is None:
+                self._above_ceiling.pop()
+            else:
+                self._contents.evict(victim)
+                budget -= 1
 
     # --- Verification ---------------------------------------------------------------------------------------
 
@@ -263,7 +294,7 @@ class BlockStore:
             columns.move(item.slot, slots.STORED)
         else:
             self.counters.corrupt += 1
-            self._forget_family(item.slot)
+            self._contents.forget_family(item.slot)
 
     def suspect(self, hashes: bytes) -> None:
         """A peer found bytes that do not match: these blocks are verified before they are served again."""
@@ -272,6 +303,19 @@ class BlockStore:
             if columns.state[slot] == slots.STORED:
                 columns.move(slot, slots.UNVERIFIED)
                 self._unverified.append((slot, columns.generation[slot]))
+
+    def suspect_all(self) -> int:
+        """Any of the bytes may have changed: every block is verified before it is served again; says how many."""
+        columns = self.blocks
+        stored = [slot for slot in range(columns.num_slots) if columns.state[slot] == slots.STORED]
+        for slot in stored:
+            columns.move(slot, slots.UNVERIFIED)
+            self._unverified.append((slot, columns.generation[slot]))
+        return len(stored)
+
+    def count_mending(self) -> None:
+        """The payload had been cut short or holed by a peer, and is whole again."""
+        self.counters.payload_mended += 1
 
     def next_unverified(self, count: int) -> list[Unverified]:
         """Up to `count` blocks to verify in the background, each handed out once."""
@@ -290,9 +334,9 @@ class BlockStore:
         self._now = now
         kept, lost = rebuild(found)
         for slot, record in kept:
-            self._restore_one(slot, record)
+            self._contents.restore(slot, record)
         for slot in lost:
-            self._records.clear(slot)
+            self._contents.records.clear(slot)
         self.counters.restored += len(kept)
         self.counters.lost_at_restart += len(lost)
         recent_first = sorted(kept, key=lambda pair: (-pair[1].tick, self.blocks.depth[pair[0]]))
@@ -328,92 +372,78 @@ class BlockStore:
             capacity_slots=self.blocks.num_slots,
             allocated_slots=self.blocks.num_slots - in_state[slots.UNALLOCATED],
             used=used,
-            idle=used - self._leased,
-            leased=self._leased,
+            idle=used - self._contents.leased,
+            leased=self._contents.leased,
             reserved=in_state[slots.RESERVED],
             waiting=in_state[slots.WAITING],
             quarantined=held_back,
             unverified=in_state[slots.UNVERIFIED],
             owners=len(self.owners),
+            shares_version=self.shares.version,
+            floors_total=self.shares.floors_total,
             **self.counters.as_fields(),
         )
 
     def check_invariants(self) -> None:
         """Raise AssertionError when anything here contradicts anything else; slow, complete."""
+        self._contents.check_invariants()
         columns = self.blocks
-        columns.check_invariants()
-        self._order.check_invariants()
-        assert len(set(self._free)) == len(self._free) == columns.num_in_state[slots.FREE]
         leases = [0] * columns.num_slots
         for lease in self._holdings.leases.values():
             for slot, generation in zip(lease.slots, lease.generations, strict=True):
                 leases[slot] += columns.generation[slot] == generation
         assert leases == columns.leases.tolist()
-        assert self._leased == sum(count > 0 for count in leases)
-        held: dict[bytes, int] = {}
-        used = [0] * len(self.counters.used)
-        for slot in range(columns.num_slots):
-            self._check_slot(slot)
-            used[columns.priority[slot]] += columns.state[slot] in VISIBLE
-            if columns.state[slot] in INDEXED:
-                owner = self.owners.id_of(columns.owner[slot])
-                held[owner] = held.get(owner, 0) + 1
-        assert held == self.owners.counts()
-        assert used == self.counters.used
+        assert self._contents.leased == sum(count > 0 for count in leases)
         self._holdings.check_invariants(columns.state)
 
     # --- Decisions ------------------------------------------------------------------------------------------
 
-    def _reserve_one(self, session: int, offer: Offer) -> Decision:
-        columns = self.blocks
+    def _reserve_one(self, session: int, holder: Holder, deadline: float, offer: Offer) -> Decision:
+        contents = self._contents
+        columns, owners = contents.blocks, contents.owners
         known = columns.index.get(offer.key)
         if known is not None:
-            return Present() if columns.state[known] in VISIBLE else Pending()
+            return _PRESENT if columns.state[known] in VISIBLE else _PENDING
         parent = NO_SLOT
         if offer.parent is not None:
             parent = columns.index.get(offer.parent, NO_SLOT)
             if parent == NO_SLOT:
-                return Refused("orphan")
+                return self._refuse(offer.owner, "orphan")
             # A newcomer's ancestors are never its victims (5.1); of them only the parent can be a leaf.
-            self._order.discard(parent)
-        owner = self.owners.enter(offer.owner)
-        if not self._free and not self._make_room(owner, offer.priority):
-            reason: RefusalReason = "outranked" if len(self._order) else "full"
-            self.owners.leave(owner)
-            self._settle_order(parent)
-            return Refused(reason)
-        slot = self._free.pop()
-        self._fill(slot, offer, owner, parent)
-        # Making room may have evicted the parent's last other child and so put the parent into the order.
-        self._settle_order(parent)
-        self._records.write_reserved(slot, self._holdings.holder_of(session))
-        deadline = self._now + self._reservation_ttl_s
+            contents.order.discard(parent)
+        owner = owners.enter(offer.owner)
+        at_ceiling = owners.held[owner] > owners.ceilings[owner]
+        if at_ceiling or not contents.free:
+            victim = self._victim(owner, offer.priority, at_ceiling)
+            if victim is None:
+                reason = self._reason(owner, offer.priority, at_ceiling)
+                owners.leave(owner)
+                contents.settle_order(parent)
+                return self._refuse(offer.owner, reason)
+            contents.evict(victim)
+        slot = contents.fill(offer, owner, parent, holder)
         return Granted(self._holdings.add_reservation(ReservationHolding(session, deadline, slot)), slot)
 
-    def _fill(self, slot: int, offer: Offer, owner: int, parent: int) -> None:
-        columns = self.blocks
-        columns.move(slot, slots.RESERVED)
-        columns.enter(slot, offer.key, parent)
-        columns.namespace[slot] = offer.namespace
-        columns.priority[slot] = offer.priority
-        columns.deadline[slot] = offer.deadline
-        columns.drops[slot] = offer.drops
-        columns.reused[slot] = 0
-        columns.owner[slot] = owner
-        self._generation += 1
-        columns.generation[slot] = self._generation
+    def _victim(self, owner: int, priority: int, at_ceiling: bool) -> int | None:
+        """The block that gives way to a newcomer of `owner`, which is counted already."""
+        owners, order = self.owners, self._contents.order
+        return host_victim(order, owners.held.__getitem__, owners.floors.__getitem__, owner, priority, at_ceiling)
 
-    def _make_room(self, owner: int, priority: int) -> bool:
-        victim = host_victim(self._order, self.owners.held, self._floor, owner, priority)
-        if victim is None:
-            return False
-        self.counters.evicted[self.blocks.priority[victim]] += 1
-        self._forget(victim, slots.FREE)
-        return True
+    def _reason(self, owner: int, priority: int, at_ceiling: bool) -> RefusalReason:
+        """Why nothing gives way to it."""
+        owners, order = self.owners, self._contents.order
+        if at_ceiling:
+            return "ceiling"
+        if not len(order):
+            return "full"
+        limit = None if owners.held[owner] <= owners.floors[owner] else priority
+        # What would go but for its owner's floor; a leaf that may go of somebody above it would have been the victim.
+        guarded = any(each != owner and order.least_valuable(each, limit) is not None for each in order.owners())
+        return "floors" if guarded else "outranked"
 
-    def _floor(self, _owner: int) -> float:
-        """Host blocks an owner always keeps (5.9); none until the table of owners arrives."""
-        return 0.0
+    def _refuse(self, owner: bytes, reason: RefusalReason) -> Refused:
+        self.counters.count_refusal(owner, reason)
+        return Refused(reason)
 
     def _commit_one(self, session: int, reservation: int, checksum: int) -> CommitOutcome:
         held = self._holdings.take_reservation(session, reservation)
@@ -422,56 +452,45 @@ class BlockStore:
         columns, slot = self.blocks, held.slot
         if columns.state[slot] != slots.RESERVED:
             outcome: CommitOutcome = "orphan" if columns.state[slot] == slots.ORPHANED else "expired"
-            self._free_slot(slot)
+            self._contents.free_slot(slot)
             return outcome
         columns.checksum[slot] = checksum
-        columns.tick[slot] = self._tick
+        columns.tick[slot] = self._contents.tick
         parent = columns.parent[slot]
         if parent == NO_SLOT or columns.state[parent] in VISIBLE:
-            self._reveal(slot)
+            self._contents.reveal(slot)
         else:
             columns.move(slot, slots.WAITING)
         return "stored"
 
-    def _reveal(self, slot: int) -> None:
-        """Make a committed block visible, and with it those that waited for it."""
-        columns = self.blocks
-        todo = [slot]
-        for each in todo:  # Grows while it is walked.
-            columns.move(each, slots.STORED)
-            self.counters.stored += 1
-            self.counters.used[columns.priority[each]] += 1
-            self._write_record(each)
-            self._schedule_expiry(each)
-            self._settle_order(each)
-            if columns.first_child[each] != NO_SLOT:
-                todo += [child for child in columns.children(each) if columns.state[child] == slots.WAITING]
-
     def _expire_reservation(self, held: ReservationHolding) -> None:
         if self.blocks.state[held.slot] == slots.RESERVED:
             self.counters.reservations_expired += 1
-            self._forget_family(held.slot)
+            self._contents.forget_family(held.slot)
             self.blocks.move(held.slot, slots.EXPIRED)
 
-    def _expire_block(self, entry: tuple[float, int, int]) -> None:
-        """A duration has passed (kv-semantics 2.5); a block in use waits for the end of its use."""
+    def _expire_block(self, entry: tuple[float, int, int]) -> bool:
+        """A duration has passed (kv-semantics 2.5). False: the block, or one that would go with it, is in use, and it
+        waits for the end of that."""
         deadline, slot, generation = entry
         columns = self.blocks
         if columns.generation[slot] != generation or columns.deadline[slot] != deadline:
-            return
+            return True
         family = columns.subtree(slot) if columns.drops[slot] else [slot]
         if any(columns.leases[each] for each in family):
-            self._postponed.append(entry)
-            return
+            return False
         self.counters.expired += 1
         if columns.drops[slot]:
-            self._forget_family(slot)
+            self._contents.forget_family(slot)
         else:
-            self._set_retention(slot, demoted_priority(columns.priority[slot]), NEVER, drops=False)
+            self._contents.set_retention(slot, demoted_priority(columns.priority[slot]), NEVER, drops=False)
+        return True
 
     # --- Bookkeeping ----------------------------------------------------------------------------------------
 
     def _run(self, hashes: bytes) -> list[int]:
+        if self._contents.expiries and self._contents.expiries[0][0] <= self._now:
+            self._catch_up(hashes)
         index, state = self.blocks.index, self.blocks.state
         run: list[int] = []
         for start in range(0, len(hashes), HASH_BYTES):
@@ -480,6 +499,18 @@ class BlockStore:
                 break
             run.append(slot)
         return run
+
+    def _catch_up(self, hashes: bytes) -> None:
+        """More is due than one turn lets expire: what is asked for, and what that descends from, goes first."""
+        columns = self.blocks
+        asked = list(self._slots_of(hashes))
+        ancestor = columns.parent[asked[0]] if asked else NO_SLOT
+        while ancestor != NO_SLOT:
+            asked.append(ancestor)
+            ancestor = columns.parent[ancestor]
+        for entry in [(columns.deadline[slot], slot, columns.generation[slot]) for slot in asked]:
+            if entry[0] <= self._now and columns.state[entry[1]] in VISIBLE:
+                self._expire_block(entry)
 
     def _slots_of(self, hashes: bytes) -> Iterator[int]:
         """The slots of the leading run of indexed hashes."""
@@ -495,145 +526,22 @@ class BlockStore:
     def _end_lease(self, lease: LeaseHolding) -> bool:
         """Unpin what a lease covered, in one tick; says whether all of it is what it was."""
         columns = self.blocks
-        self._tick += 1
+        self._contents.tick += 1
         held = True
         for slot, generation in zip(lease.slots, lease.generations, strict=True):
             if columns.generation[slot] != generation:
                 held = False
                 continue
-            columns.leases[slot] -= 1
-            columns.tick[slot] = self._tick
-            if columns.leases[slot] == 0:
-                self._leased -= 1
-                if columns.first_child[slot] == NO_SLOT:
-                    self._settle_order(slot)
+            self._contents.unpin(slot)
         for entry in self._postponed:
-            heapq.heappush(self._expiries, entry)
+            heapq.heappush(self._contents.expiries, entry)
         self._postponed.clear()
         return held
 
     def _give_back(self, held: SessionHoldings) -> None:
         for reservation in held.reservations:
-            self._free_slot(self._holdings.reservations.pop(reservation).slot)
+            self._contents.free_slot(self._holdings.reservations.pop(reservation).slot)
         for slot in held.slots:
-            self._free_slot(slot)
+            self._contents.free_slot(slot)
         for lease_id in held.leases:
             self._end_lease(self._holdings.leases.pop(lease_id))
-
-    def _set_retention(self, slot: int, priority: int, deadline: float, drops: bool) -> None:
-        columns = self.blocks
-        if columns.state[slot] in VISIBLE:
-            self.counters.used[columns.priority[slot]] -= 1
-            self.counters.used[priority] += 1
-        columns.priority[slot] = priority
-        columns.deadline[slot] = deadline
-        columns.drops[slot] = drops
-        if columns.state[slot] in VISIBLE:
-            self._write_record(slot)
-            self._schedule_expiry(slot)
-            self._settle_order(slot)
-
-    def _schedule_expiry(self, slot: int) -> None:
-        columns = self.blocks
-        if columns.deadline[slot] == NEVER:
-            return
-        heapq.heappush(self._expiries, (columns.deadline[slot], slot, columns.generation[slot]))
-        if len(self._expiries) > 2 * len(columns.index) + _SLACK:
-            live = {e for e in self._expiries if columns.generation[e[1]] == e[2] and columns.deadline[e[1]] == e[0]}
-            self._expiries = sorted(live)
-
-    def _settle_order(self, slot: int) -> None:
-        """Evictable is membership in the order: an idle, visible leaf is in it, anything else is not."""
-        columns = self.blocks
-        if slot == NO_SLOT:
-            return
-        if columns.state[slot] in VISIBLE and columns.first_child[slot] == NO_SLOT and columns.leases[slot] == 0:
-            self._order.add(slot, columns.owner[slot], columns.priority[slot], columns.tick[slot], columns.depth[slot])
-        else:
-            self._order.discard(slot)
-
-    def _forget_family(self, slot: int) -> None:
-        """Take a block and its descendants out of the tier, dependents first. A slot somebody may be writing into
-        becomes ORPHANED: its reservation still answers for it."""
-        for each in reversed(self.blocks.subtree(slot)):
-            self._forget(each, slots.ORPHANED if self.blocks.state[each] == slots.RESERVED else slots.FREE)
-
-    def _forget(self, slot: int, state: int) -> None:
-        columns = self.blocks
-        if columns.state[slot] in VISIBLE:
-            self.counters.used[columns.priority[slot]] -= 1
-            self.counters.dropped_unused += not columns.reused[slot]
-        if columns.leases[slot]:
-            self._leased -= 1
-            columns.leases[slot] = 0
-        self._order.discard(slot)
-        parent = columns.leave(slot)
-        # No generation is 0, so leases, expiries and verifications of this content end here.
-        columns.generation[slot] = 0
-        self.owners.leave(columns.owner[slot])
-        if state == slots.FREE:
-            self._free_slot(slot)
-        else:
-            columns.move(slot, state)
-        self._settle_order(parent)
-
-    def _free_slot(self, slot: int) -> None:
-        # The record goes first: a daemon killed in between finds a free slot, never an old name on new bytes.
-        self._records.clear(slot)
-        self.blocks.move(slot, slots.FREE)
-        self._free.append(slot)
-
-    def _write_record(self, slot: int) -> None:
-        columns = self.blocks
-        key, parent = columns.key[slot], columns.parent[slot]
-        assert key is not None
-        parent_key = NO_PARENT if parent == NO_SLOT else columns.key[parent]
-        assert parent_key is not None
-        record = StoredRecord(
-            key,
-            parent_key,
-            columns.namespace[slot],
-            columns.priority[slot],
-            columns.deadline[slot],
-            bool(columns.drops[slot]),
-            self.owners.id_of(columns.owner[slot]),
-            self._block_bytes,
-            columns.checksum[slot],
-            columns.generation[slot],
-            columns.tick[slot],
-        )
-        self._records.write_stored(slot, record)
-
-    def _restore_one(self, slot: int, record: StoredRecord) -> None:
-        columns = self.blocks
-        parent = NO_SLOT if record.parent == NO_PARENT else columns.index[record.parent]
-        columns.move(slot, slots.UNVERIFIED)
-        columns.enter(slot, record.key, parent)
-        columns.namespace[slot] = record.namespace
-        columns.priority[slot] = record.priority
-        columns.deadline[slot] = record.deadline
-        columns.drops[slot] = record.drops
-        columns.owner[slot] = self.owners.enter(record.owner)
-        columns.checksum[slot] = record.checksum
-        columns.tick[slot] = record.tick
-        columns.generation[slot] = record.generation
-        self._generation = max(self._generation, record.generation)
-        self._tick = max(self._tick, record.tick)
-        self.counters.used[record.priority] += 1
-        self._schedule_expiry(slot)
-        self._settle_order(slot)
-        self._settle_order(parent)
-
-    def _check_slot(self, slot: int) -> None:
-        columns = self.blocks
-        state = columns.state[slot]
-        idle_leaf = state in VISIBLE and columns.first_child[slot] == NO_SLOT and columns.leases[slot] == 0
-        assert (slot in self._order) == idle_leaf, f"slot {slot} and the eviction order disagree"
-        if idle_leaf:
-            assert self._order.key_of(slot) == (columns.priority[slot], columns.tick[slot], -columns.depth[slot])
-        if state in VISIBLE:
-            parent = columns.parent[slot]
-            assert parent == NO_SLOT or columns.state[parent] in VISIBLE, f"slot {slot} is served, its parent is not"
-            assert columns.generation[slot] > 0
-        if state == slots.WAITING:
-            assert columns.state[columns.parent[slot]] in (slots.WAITING, slots.RESERVED)

@@ -11,25 +11,33 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cached.errors import PeerError
+from cached.events import Run
 from cached.keys import HASH_BYTES, OWNER_BYTES, fingerprint, self_test_vector
 from cached.offers import Decision, LeasedRun, Offer, Refused, Retouch, Unverified
 from cached.protocol import (
     CLIENT_ID_BYTES,
     MAX_HASHES,
+    MAX_OWNERS,
     MAX_ROWS,
     NAMESPACE_FINGERPRINT_BYTES,
+    NO_CEILING,
     NO_PARENT,
     PROTOCOL_VERSION,
     Hello,
     Layout,
+    OwnerShare,
+    OwnersOutcome,
     Reserve,
+    SetOwners,
     TierStatistics,
     Touch,
     read_f64s,
     read_u32s,
+    read_u64s,
 )
 from cached.records import MAX_FINGERPRINT_BYTES, Holder, StoredRecord
 from cached.retention import MAX_PRIORITY
+from cached.shares import NO_TABLE, ShareTable, fault_of, pack, unpack
 from cached.store import BlockStore, Records
 
 MAX_BLOCK_BYTES = 2**32
@@ -58,6 +66,12 @@ class Arena(Records, Protocol):
     def scan(self) -> Iterator[tuple[int, StoredRecord | Holder | None]]:
         """Every slot that is not free; None for a record that cannot be read."""
 
+    def write_shares(self, data: bytes) -> None:
+        """Keep the owners' shares for the next daemon."""
+
+    def read_shares(self) -> bytes:
+        """What was kept; empty when nothing was."""
+
     def verify(self, wanted: Sequence[tuple[int, int]], budget_s: float) -> list[bool]:
         """Check `(slot, checksum)` for about as long as the budget; answers for the first so many."""
 
@@ -70,6 +84,7 @@ class TierSettings:
     reservation_ttl_s: float
     layout_linger_s: float
     verify_budget_s: float = 0.005
+    event_buffer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +116,7 @@ class Tier:
         self._observers: set[int] = set()
         self._last_seen = now
         self._published = 0
+        self._kept_shares = unpack(arena.read_shares()) or NO_TABLE
         if arena.layout is not None:
             self._take_over(now)
 
@@ -193,6 +209,35 @@ class Tier:
     def suspect(self, hashes: bytes) -> None:
         """A peer saw wrong bytes; they are verified before they are served again."""
         self._checked(hashes).suspect(hashes)
+
+    def set_owners(self, message: SetOwners, now: float) -> tuple[OwnersOutcome, int]:
+        """A table of owners' shares: what became of it, and which version is in force. One that is taken is kept for the
+        next daemon before it is answered."""
+        store = self._engine_store()
+        table = _read_shares(message)
+        outcome = store.set_shares(table, now)
+        if outcome == "taken":
+            self._kept_shares = table
+            self.arena.write_shares(pack(table))
+        return outcome, store.shares.version
+
+    def happened(self, after: int) -> Run:
+        """Events after a reader's cursor."""
+        return self.store.events.after(after, MAX_ROWS) if self.store is not None else Run(1, [], after != 0)
+
+    def incarnation(self) -> int:
+        """What distinguishes this life of the daemon from others, for readers of events."""
+        return self._first_id
+
+    def verify_all(self) -> int:
+        """Have every block verified again in the background; how many."""
+        return self.store.suspect_all() if self.store is not None else 0
+
+    def mended(self) -> None:
+        """The payload was damaged and is whole again: no byte of it is believed before it is verified."""
+        if self.store is not None:
+            self.store.count_mending()
+            self.store.suspect_all()
 
     def drop_owner(self, owner: bytes, now: float) -> int:
         """Remove an owner's blocks; how many went."""
@@ -299,8 +344,18 @@ class Tier:
         layout = self.arena.layout
         assert layout is not None
         self._published = 0
-        ttls = self._settings.lease_ttl_s, self._settings.reservation_ttl_s
-        return BlockStore(self.arena.num_slots, layout.block_bytes, self.arena, *ttls, first_id=self._first_id)
+        store = BlockStore(
+            self.arena.num_slots,
+            layout.block_bytes,
+            self.arena,
+            self._settings.lease_ttl_s,
+            self._settings.reservation_ttl_s,
+            self._first_id,
+            self._settings.event_buffer,
+        )
+        # In a tier too small for its floors a kept table is not in force; the gateway's next one is judged afresh.
+        store.set_shares(self._kept_shares, self._last_seen)
+        return store
 
     def _new_session(self) -> int:
         self._next_session += 1
@@ -356,6 +411,37 @@ def _read_offers(message: Reserve) -> Iterator[Offer]:
         )
 
 
+def _read_shares(message: SetOwners) -> ShareTable:
+    count = len(message.owners) // OWNER_BYTES
+    if count > MAX_OWNERS:
+        raise PeerError(f"a table of {count} owners; at most {MAX_OWNERS} are allowed")
+    columns = {
+        "owners": (message.owners, OWNER_BYTES),
+        "weights": (message.weights, 8),
+        "floors": (message.floors, 8),
+        "ceilings": (message.ceilings, 8),
+    }
+    _check_widths(count, columns)
+    rows = zip(
+        range(0, len(message.owners), OWNER_BYTES),
+        read_f64s(message.weights),
+        read_u64s(message.floors),
+        read_u64s(message.ceilings),
+        strict=True,
+    )
+    table = ShareTable(
+        message.version,
+        tuple(
+            OwnerShare(message.owners[at : at + OWNER_BYTES], weight, floor, None if ceiling == NO_CEILING else ceiling)
+            for at, weight, floor, ceiling in rows
+        ),
+    )
+    fault = fault_of(table)
+    if fault is not None:
+        raise PeerError(fault)
+    return table
+
+
 def _read_touches(message: Touch) -> Iterator[Retouch]:
     count = len(message.priorities)
     _check_columns(count, {"hashes": (message.hashes, HASH_BYTES)})
@@ -378,6 +464,10 @@ def _read_retention(count: int, priorities: bytes, deadlines: bytes, on_expiry: 
 def _check_columns(count: int, columns: dict[str, tuple[bytes, int]]) -> None:
     if count > MAX_ROWS:
         raise PeerError(f"{count} rows are over the maximum of {MAX_ROWS}")
+    _check_widths(count, columns)
+
+
+def _check_widths(count: int, columns: dict[str, tuple[bytes, int]]) -> None:
     for name, (column, width) in columns.items():
         if len(column) != count * width:
             raise PeerError(f"{name} has {len(column)} bytes for {count} rows of {width}")

@@ -21,7 +21,8 @@ from typing import Any, Final
 import structlog
 
 from cached.client import Lease, TierClient
-from cached.protocol import HelloRefused, LeasedBlock, OfferedBlock, Present, Reserved
+from cached.keys import BlockHash
+from cached.protocol import HelloRefused, LeasedBlock, OfferedBlock, OwnerShare, Present, Reserved
 from engine.protocol import TierState
 from engine.rates import LoadChoice, Onboard
 from engine.tier_work import Load, LoadedBlock, Lookup, Offer, OfferedDeviceBlock, TierWork, Touch
@@ -98,6 +99,8 @@ class TierCounters:
     store_expired: int = 0
     touches: int = 0
     touches_dropped: int = 0
+    owners_version: int = 0
+    owners_refused: int = 0
     sessions: int = 0
     worker_errors: int = 0
     load_bytes_per_s: float | None = None
@@ -121,6 +124,8 @@ class TierWorker:
         self._kv = kv
         self._block_bytes = block_bytes
         self._verify_loads = verify_loads
+        self._scratch = memoryview(bytearray(block_bytes))
+        self._suspected: BlockHash | None = None
         self._answer = answer
         self._choice = LoadChoice(block_bytes, tokens_per_block)
         self._prefill_tokens_per_s: float | None = None
@@ -129,6 +134,8 @@ class TierWorker:
         self._loads: deque[Load] = deque()
         self._background: deque[Offer | Touch] = deque()
         self._num_touches_waiting = 0
+        self._owners: tuple[int, tuple[OwnerShare, ...]] | None = None
+        self._owners_told = 0
         self._stop_by: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine-tier", daemon=True)
         self._client: TierClient | None = None
@@ -147,6 +154,13 @@ class TierWorker:
             for item in work:
                 self._enqueue(item)
             self._wake.notify()
+
+    def set_owners(self, version: int, shares: tuple[OwnerShare, ...]) -> None:
+        """Forward a table of owners' shares, now and to every daemon that comes later; the newest counts."""
+        with self._wake:
+            if self._owners is None or version > self._owners[0]:
+                self._owners = version, shares
+                self._wake.notify()
 
     def stop(self, drain_s: float) -> None:
         """End the thread; stores that wait have `drain_s` to be made, everything else is answered with 0."""
@@ -192,6 +206,7 @@ class TierWorker:
     def _serve(self) -> None:
         while not self._is_over():
             self._serve_urgent()
+            self._forward_owners()
             item = self._next_background()
             match item:
                 case Offer():
@@ -204,7 +219,7 @@ class TierWorker:
 
     def _next_background(self) -> Offer | Touch | None:
         with self._wake:
-            if not self._background and not self._lookups and not self._loads and self._stop_by is None:
+            if self._is_idle():
                 self._wake.wait(POLL_S)
             if self._lookups or self._loads or not self._background:
                 return None
@@ -212,6 +227,12 @@ class TierWorker:
             if isinstance(item, Touch):
                 self._num_touches_waiting -= 1
             return item
+
+    def _is_idle(self) -> bool:
+        if self._background or self._lookups or self._loads or self._stop_by is not None:
+            return False
+        is_told = self._owners is None or self._owners_told == self._owners[0]
+        return is_told or self.counters.state != "ready"
 
     def _is_over(self) -> bool:
         with self._wake:
@@ -264,34 +285,41 @@ class TierWorker:
         lease = client.lease([block_hash for block_hash, _ in item.blocks])
         if lease is None:
             return []
-        payload = client.payload
         good: list[LoadedBlock] = []
         try:
-            if payload is not None:
-                good = self._copy_leased(item, lease, payload)
+            good = self._copy_leased(item, lease)
         finally:
             held = client.release(lease)
+        self._report_suspect()
         if not held:
             self.counters.leases_lost += 1
             return []
         return good
 
-    def _copy_leased(self, item: Load, lease: Lease, payload: memoryview) -> list[LoadedBlock]:
+    def _report_suspect(self) -> None:
+        """After the release: a block that proves bad takes its lease along, and with it the good ones before it."""
+        if self._suspected is not None:
+            self._require_client().suspect([self._suspected])
+            self._suspected = None
+            self._look_at_state()
+
+    def _copy_leased(self, item: Load, lease: Lease) -> list[LoadedBlock]:
         good: list[LoadedBlock] = []
         for (block_hash, device_block), block in zip(item.blocks, lease.blocks, strict=False):
-            if not self._copy_block_in(device_block, block, payload):
+            if not self._require_client().read(lease, block, self._scratch):
+                break  # The session is over, or the payload was cut short, which the daemon sees to.
+            if not self._copy_block_in(device_block, block):
                 self.counters.checksum_mismatches += 1
                 log.warning("a host block is not what was stored; it is computed again", slot_offset=block.slot_offset)
-                self._require_client().suspect([block_hash])
-                self._look_at_state()
+                self._suspected = block_hash
                 break
             good.append(LoadedBlock(block.priority, block.deadline, block.on_expiry))
             self._serve_lookups()
         return good
 
-    def _copy_block_in(self, device_block: int, block: LeasedBlock, payload: memoryview) -> bool:
+    def _copy_block_in(self, device_block: int, block: LeasedBlock) -> bool:
         checksum = block.checksum if self._verify_loads else None
-        return load_block(self._kv, device_block, payload, block.slot_offset, self._block_bytes, checksum)
+        return load_block(self._kv, device_block, self._scratch, checksum)
 
     def _count_load(self, num_wanted: int, num_good: int, seconds: float) -> None:
         counters = self.counters
@@ -331,10 +359,10 @@ class TierWorker:
         copied: list[tuple[int, int, int]] = []
         try:
             for at, slot in reserved:
-                payload = client.payload
-                if payload is None:
+                checksum = self._copy_out(group[at], slot)
+                if checksum is None:
                     break
-                copied.append((at, slot.reservation, self._copy_out(group[at], slot, payload)))
+                copied.append((at, slot.reservation, checksum))
                 self._serve_urgent()
         finally:
             left = [slot.reservation for _, slot in reserved[len(copied) :]]
@@ -347,11 +375,13 @@ class TierWorker:
                 in_tier[at] = self._count_commit(outcome)
         return in_tier
 
-    def _copy_out(self, block: OfferedDeviceBlock, slot: Reserved, payload: memoryview) -> int:
+    def _copy_out(self, block: OfferedDeviceBlock, slot: Reserved) -> int | None:
+        """The checksum to commit; None when the slot cannot be written any more."""
         started = time.monotonic()
-        checksum = store_block(self._kv, block.device_block, payload, slot.slot_offset, self._block_bytes)
+        checksum = store_block(self._kv, block.device_block, self._scratch)
+        is_written = self._require_client().write(slot, self._scratch)
         self.counters.store_seconds += time.monotonic() - started
-        return checksum
+        return checksum if is_written else None
 
     def _count_commit(self, outcome: str) -> bool:
         if outcome == "stored":
@@ -371,6 +401,22 @@ class TierWorker:
         )
         self._look_at_state()
 
+    def _forward_owners(self) -> None:
+        """Tell the daemon of this session the newest table, once."""
+        with self._wake:
+            table = self._owners
+        if table is None or self._owners_told == table[0] or self.counters.state != "ready":
+            return
+        version, shares = table
+        outcome = self._require_client().set_owners(version, shares)
+        if outcome != "absent":
+            self._owners_told = version
+            self.counters.owners_version = version
+        if outcome == "floors_exceed_capacity":
+            self.counters.owners_refused += 1
+            log.error("the tier refuses the owners' shares: their floors exceed its capacity", version=version)
+        self._look_at_state()
+
     # The daemon's presence. -----------------------------------------------------------------------------------------
 
     def _look_at_state(self) -> None:
@@ -387,6 +433,7 @@ class TierWorker:
         if state == self.counters.state:
             return
         self.counters.state = state
+        self._owners_told = 0  # Another session may be with another daemon.
         if state == "ready":
             self.counters.sessions += 1
         log.info("host tier", state=state)

@@ -1,7 +1,8 @@
-"""Copies one block between the device's KV memory and its slot in the arena, with its checksum.
+"""Copies one block between the device's KV memory and a buffer of the engine's own, with its checksum.
 
-What is copied and when is the tier worker's decision; how bytes reach a device is `KvMemory`'s. A block's checksum is
-xxh3-64 of its whole slot, computed on the bytes in the arena: by the writer after its copy, by the reader before it.
+What is copied and when is the tier worker's decision; how bytes reach a device is `KvMemory`'s, how they reach the arena
+the tier client's. The checksum is xxh3-64 of the whole block, computed on the engine's own copy: what a peer scribbles
+into the arena meanwhile is neither hashed by the writer nor, once compared, read again by the reader.
 """
 
 from __future__ import annotations
@@ -23,28 +24,16 @@ class BlockMemory(Protocol):
         """Copy a whole block to the device."""
 
 
-def store_block(kv: BlockMemory, device_block: int, payload: memoryview, offset: int, block_bytes: int) -> int:
-    """Copy `device_block` to the slot at `offset` and return the checksum to commit."""
-    slot = payload[offset : offset + block_bytes]
-    kv.read_block(device_block, slot)
-    return xxhash.xxh3_64_intdigest(slot)
+def store_block(kv: BlockMemory, device_block: int, scratch: memoryview) -> int:
+    """Copy `device_block` into `scratch` and return the checksum to commit."""
+    kv.read_block(device_block, scratch)
+    return xxhash.xxh3_64_intdigest(scratch)
 
 
-def load_block(
-    kv: BlockMemory,
-    device_block: int,
-    payload: memoryview,
-    offset: int,
-    block_bytes: int,
-    checksum: int | None,
-) -> bool:
-    """Copy the slot at `offset` to `device_block`; False, and nothing copied, when its bytes do not give `checksum`.
-
-    `checksum` None skips the comparison. A slot that changes between comparison and copy is caught by the release of
-    its lease, which is then answered no.
-    """
-    slot = payload[offset : offset + block_bytes]
-    if checksum is not None and xxhash.xxh3_64_intdigest(slot) != checksum:
+def load_block(kv: BlockMemory, device_block: int, scratch: memoryview, checksum: int | None) -> bool:
+    """Copy `scratch` to `device_block`; False, and nothing copied, when its bytes do not give `checksum`. None skips the
+    comparison."""
+    if checksum is not None and xxhash.xxh3_64_intdigest(scratch) != checksum:
         return False
-    kv.write_block(device_block, slot)
+    kv.write_block(device_block, scratch)
     return True

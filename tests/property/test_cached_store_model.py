@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cached.offers import Granted, Offer, Pending, Present, Refused, Retouch
-from cached.protocol import NEVER
+from cached.protocol import NEVER, OwnerShare
 from cached.records import Holder, StoredRecord
+from cached.shares import NO_TABLE, ShareTable
 from cached.store import BlockStore
 
 LEASE_S = 10.0
@@ -89,9 +90,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.reservations: dict[int, tuple[int, int, str, float]] = {}
         self.leases: dict[int, tuple[int, list[int], float, bool]] = {}
         self.tick = 0
+        self.table = NO_TABLE
+        self.shares: dict[bytes, tuple[int, int | None]] = {}
 
     def new_store(self, first_id: int) -> BlockStore:
-        return BlockStore(self.capacity, 4096, self.records, LEASE_S, RESERVATION_S, first_id)
+        store = BlockStore(self.capacity, 4096, self.records, LEASE_S, RESERVATION_S, first_id)
+        if hasattr(self, "table"):  # As the tier does after a restart.
+            store.set_shares(self.table, self.now)
+        return store
 
     # --- What the peers do ---
 
@@ -133,13 +139,16 @@ class StoreMachine(RuleBasedStateMachine):
             assert decision == Refused("orphan")
             return
         gone = [n for n in list(self.blocks) if key_of(n) in before and key_of(n) not in self.store.blocks.index]
-        if self.num_free() > 0:
+        held = self.held()
+        held[offer.owner] += 1
+        at_ceiling = held[offer.owner] > self.ceiling(offer.owner)
+        if self.num_free() > 0 and not at_ceiling:
             assert not gone
         else:
             candidates = [b for b in self.blocks.values() if self.is_idle_leaf(b) and b.number != parent]
-            acceptable = self.victims(candidates, offer)
+            acceptable = self.victims(candidates, offer, held, at_ceiling)
             if not acceptable:
-                assert decision == Refused("outranked" if candidates else "full")
+                assert decision == Refused(self.reason(candidates, offer, held, at_ceiling))
                 assert not gone
                 return
             assert len(gone) == 1
@@ -149,16 +158,71 @@ class StoreMachine(RuleBasedStateMachine):
         self.blocks[number] = Block(number, offer.priority, offer.deadline, offer.drops, offer.owner, "reserved")
         self.reservations[decision.reservation] = (session, number, "live", self.now + RESERVATION_S)
 
-    def victims(self, candidates: list[Block], offer: Offer) -> set[int]:
-        allowed = [b for b in candidates if b.priority <= offer.priority]
-        if not allowed:
-            return set()
-        held = {owner: sum(b.owner == owner for b in self.blocks.values()) for owner in OWNERS}
-        held[offer.owner] += 1
-        most = max(held[b.owner] for b in allowed)
-        giving = [b for b in allowed if held[b.owner] == most]
-        order = min((b.priority, b.tick, -b.depth) for b in giving)
-        return {b.number for b in giving if (b.priority, b.tick, -b.depth) == order}
+    def held(self) -> dict[bytes, int]:
+        return {owner: sum(b.owner == owner for b in self.blocks.values()) for owner in OWNERS}
+
+    def floor(self, owner: bytes) -> int:
+        return self.shares.get(owner, (0, None))[0]
+
+    def ceiling(self, owner: bytes) -> float:
+        ceiling = self.shares.get(owner, (0, None))[1]
+        return float("inf") if ceiling is None else ceiling
+
+    def may_go(self, block: Block, offer: Offer, held: dict[bytes, int]) -> bool:
+        """5.3 and the first half of 5.9: by priority, or because the newcomer's owner has not got its floor yet."""
+        entitled = block.owner != offer.owner and held[offer.owner] <= self.floor(offer.owner)
+        return entitled or block.priority <= offer.priority
+
+    def victims(self, candidates: list[Block], offer: Offer, held: dict[bytes, int], at_ceiling: bool) -> set[int]:
+        own = [b for b in candidates if b.owner == offer.owner and b.priority <= offer.priority]
+        above = [b for b in candidates if self.may_go(b, offer, held) and held[b.owner] > self.floor(b.owner)]
+        if at_ceiling or not above:
+            giving = own
+        else:
+            most = max(held[b.owner] - self.floor(b.owner) for b in above)
+            giving = [b for b in above if held[b.owner] - self.floor(b.owner) == most]
+        first = min(((b.priority, b.tick, -b.depth) for b in giving), default=None)
+        return {b.number for b in giving if (b.priority, b.tick, -b.depth) == first}
+
+    def reason(self, candidates: list[Block], offer: Offer, held: dict[bytes, int], at_ceiling: bool) -> str:
+        if at_ceiling:
+            return "ceiling"
+        if not candidates:
+            return "full"
+        return "floors" if any(self.may_go(b, offer, held) for b in candidates) else "outranked"
+
+    @rule(
+        floors=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+        rooms=st.lists(st.sampled_from([None, None, 0, 1, 3]), min_size=3, max_size=3),
+        step=st.integers(-1, 2),
+    )
+    def set_shares(self, floors, rooms, step) -> None:
+        """A table comes: newer, known or older; with floors that fit or not."""
+        shares = tuple(
+            OwnerShare(owner, 1.0, floor, None if room is None else floor + room)
+            for owner, floor, room in zip(OWNERS, floors, rooms, strict=True)
+        )
+        version = max(1, self.table.version + step)
+        before = self.held()
+        outcome = self.store.set_shares(ShareTable(version, shares), self.now)
+        self.expire()
+        if version <= self.table.version:
+            assert outcome == ("known" if version == self.table.version else "older")
+        elif sum(floors) > self.capacity:
+            assert outcome == "floors_exceed_capacity"
+        else:
+            assert outcome == "taken"
+            self.table = ShareTable(version, shares)
+            self.shares = {share.owner: (share.floor, share.ceiling) for share in shares}
+        self.store.expire(self.now)
+        gone = [n for n in self.blocks if key_of(n) not in self.store.blocks.index]
+        for number in gone:
+            block = self.blocks.pop(number)
+            assert not block.leases
+            assert block.is_visible
+        after = self.held()
+        for owner in OWNERS:
+            assert after[owner] == before[owner] or before[owner] > after[owner] >= self.ceiling(owner)
 
     @rule(
         data=st.data(),

@@ -137,13 +137,13 @@ def offers(
 def store(client: TierClient, names: list[BlockHash], **changes: object) -> list[str]:
     """Offer a chain, copy what is taken, commit; the outcomes by name, as words."""
     outcomes = client.reserve(offers(names, **changes))  # type: ignore[arg-type]
-    payload = client.payload
     commits = []
     for name, outcome in zip(names, outcomes, strict=True):
-        if isinstance(outcome, Reserved):
-            assert payload is not None
-            payload[outcome.slot_offset : outcome.slot_offset + BLOCK_BYTES] = content_of(name)
+        if isinstance(outcome, Reserved) and client.write(outcome, memoryview(content_of(name))):
             commits.append((outcome.reservation, xxh3_64_intdigest(content_of(name))))
+    if len(commits) < sum(isinstance(each, Reserved) for each in outcomes):
+        client.abort([each.reservation for each in outcomes if isinstance(each, Reserved)])
+        return ["aborted"] * len(names)
     answers = iter(client.commit(commits))
     return [next(answers) if isinstance(each, Reserved) else type(each).__name__.lower() for each in outcomes]
 
@@ -153,16 +153,20 @@ def load(client: TierClient, names: list[BlockHash]) -> list[bytes]:
     lease = client.lease(names)
     if lease is None:
         return []
-    payload = client.payload
-    assert payload is not None
     copies = []
+    suspected = None
     for block in lease.blocks:
-        copy = bytes(payload[block.slot_offset : block.slot_offset + BLOCK_BYTES])
-        if xxh3_64_intdigest(copy) != block.checksum:
-            client.suspect([names[len(copies)]])
+        copy = bytearray(BLOCK_BYTES)
+        if not client.read(lease, block, memoryview(copy)):
             break
-        copies.append(copy)
-    return copies if client.release(lease) else []
+        if xxh3_64_intdigest(copy) != block.checksum:
+            suspected = names[len(copies)]
+            break
+        copies.append(bytes(copy))
+    held = client.release(lease)
+    if suspected is not None:
+        client.suspect([suspected])
+    return copies if held else []
 
 
 def wait_until(condition, timeout_s: float = 10.0) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cached.client import Lease
-from cached.protocol import LeasedBlock, OfferedBlock, Present, Refused, Reserved
+from cached.protocol import LeasedBlock, OfferedBlock, OwnerShare, Present, Refused, Reserved
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class FakeTier:
         self.leases: set[int] = set()
         self.touched: list[tuple[bytes, int, float | None, str]] = []
         self.suspected: list[bytes] = []
+        self.owners: list[tuple[int, tuple[OwnerShare, ...]]] = []
         self.aborted: list[int] = []
         self.is_there = True
         self.loses_leases = False
@@ -69,9 +70,24 @@ class FakeTierClient:
     def state(self) -> Literal["ready", "absent"]:
         return "ready" if self.tier.is_there and not self._polls_to_miss else "absent"
 
-    @property
-    def payload(self) -> memoryview | None:
-        return self._payload if self.state == "ready" else None
+    def read(self, lease: Lease, block: LeasedBlock, out: memoryview) -> bool:
+        if self.state != "ready":
+            return False
+        out[:] = self._payload[block.slot_offset : block.slot_offset + len(out)]
+        return True
+
+    def write(self, reserved: Reserved, data: memoryview) -> bool:
+        if self.state != "ready":
+            return False
+        self._payload[reserved.slot_offset : reserved.slot_offset + len(data)] = data
+        return True
+
+    def set_owners(self, version: int, shares: Sequence[OwnerShare]) -> str:
+        self._called("set_owners")
+        if self.state != "ready":
+            return "absent"
+        self.tier.owners.append((version, tuple(shares)))
+        return "taken"
 
     def poll(self) -> Literal["ready", "absent"]:
         self._polls_to_miss = max(0, self._polls_to_miss - 1)

@@ -1,0 +1,65 @@
+"""The last things that happened to blocks of the tier, numbered, for readers that keep their own cursors (kv-semantics §6).
+
+Remembers a bounded number of them; a reader that fell behind is told so. What is worth an event is the contents' to say,
+who reads and when the session's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+STORED = 0
+REMOVED = 1
+UPDATED = 2
+
+
+class Happened(NamedTuple):
+    """One event: `parent` of zeros for a first block; `old_priority` differs from `priority` in an update only."""
+
+    kind: int
+    key: bytes
+    parent: bytes
+    namespace: int
+    owner: bytes
+    old_priority: int
+    priority: int
+
+
+class Run(NamedTuple):
+    """Consecutive events, the first of them numbered `first`; `lost`: some before them were never seen and are gone."""
+
+    first: int
+    events: list[Happened]
+    lost: bool
+
+
+class EventRing:
+    """The last `capacity` events; numbers begin at 1 and rise by one. A capacity of 0 remembers, and numbers, nothing."""
+
+    def __init__(self, capacity: int) -> None:
+        self.last = 0
+        self._capacity = capacity
+        self._ring: list[Happened] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is remembered at all."""
+        return self._capacity > 0
+
+    def append(self, event: Happened) -> None:
+        """Remember one more; the oldest gives way."""
+        if not self._capacity:
+            return
+        if len(self._ring) < self._capacity:
+            self._ring.append(event)
+        else:
+            self._ring[self.last % self._capacity] = event
+        self.last += 1
+
+    def after(self, cursor: int, limit: int) -> Run:
+        """Up to `limit` events numbered above `cursor`. A cursor from the future, as of a former life, has lost all."""
+        oldest = self.last - len(self._ring) + 1
+        lost = cursor > self.last or cursor < oldest - 1
+        first = oldest if lost else cursor + 1
+        end = min(first + limit, self.last + 1)
+        return Run(first, [self._ring[(number - 1) % self._capacity] for number in range(first, end)], lost)

@@ -1,0 +1,82 @@
+"""What each owner may count on in the host tier: whether a table of floors and ceilings may be in force, and its bytes.
+
+A table comes from the gateway through any engine; the newest version counts (kv-semantics 5.9). It is refused whole when
+its floors together exceed what the tier can hold: a promise that cannot be kept is not made in part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgpack
+from xxhash import xxh3_64_intdigest
+
+from cached.keys import OWNER_BYTES
+from cached.protocol import MAX_OWNERS, OwnerShare, OwnersOutcome
+
+_MAGIC = b"HALOWNER"
+_SUM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ShareTable:
+    """One version of the table; owners that are not in it have no floor and no ceiling."""
+
+    version: int = 0
+    shares: tuple[OwnerShare, ...] = ()
+
+    @property
+    def floors_total(self) -> int:
+        """Blocks that are promised."""
+        return sum(share.floor for share in self.shares)
+
+
+NO_TABLE = ShareTable()
+
+
+def fault_of(table: ShareTable) -> str | None:
+    """What is wrong with a table, whatever the tier's size; None when nothing is."""
+    if table.version < 1:
+        return f"version {table.version} of a table of owners; versions begin at 1"
+    if len(table.shares) > MAX_OWNERS:
+        return f"a table of {len(table.shares)} owners; at most {MAX_OWNERS} are allowed"
+    if len({share.owner for share in table.shares}) != len(table.shares):
+        return "a table of owners names one owner twice"
+    for share in table.shares:
+        if len(share.owner) != OWNER_BYTES:
+            return f"an owner has {OWNER_BYTES} bytes, not {len(share.owner)}"
+        if not (math.isfinite(share.weight) and share.weight > 0):
+            return f"a weight of {share.weight}; weights are finite and above 0"
+        if share.floor < 0 or (share.ceiling is not None and share.ceiling < share.floor):
+            return f"a floor of {share.floor} below a ceiling of {share.ceiling} blocks was expected"
+    return None
+
+
+def judge(table: ShareTable, in_force: ShareTable, capacity: int) -> OwnersOutcome:
+    """Whether `table`, which has no fault, takes the place of the one in force in a tier of `capacity` blocks."""
+    if table.version == in_force.version:
+        return "known"
+    if table.version < in_force.version:
+        return "older"
+    return "floors_exceed_capacity" if table.floors_total > capacity else "taken"
+
+
+def pack(table: ShareTable) -> bytes:
+    """A table as it is kept for the next daemon, with a checksum."""
+    rows = [[share.owner, share.weight, share.floor, share.ceiling] for share in table.shares]
+    body = _MAGIC + bytes(msgpack.packb([table.version, rows], use_bin_type=True))
+    return body + xxh3_64_intdigest(body).to_bytes(_SUM_BYTES, "big")
+
+
+def unpack(data: bytes) -> ShareTable | None:
+    """The table in `data`, or None when it is torn, flipped, or none."""
+    body, found = data[:-_SUM_BYTES], data[-_SUM_BYTES:]
+    if not body.startswith(_MAGIC) or xxh3_64_intdigest(body).to_bytes(_SUM_BYTES, "big") != found:
+        return None
+    try:
+        version, rows = msgpack.unpackb(body[len(_MAGIC) :], raw=False)
+        table = ShareTable(version, tuple(OwnerShare(bytes(o), float(w), int(f), c) for o, w, f, c in rows))
+    except (ValueError, TypeError):
+        return None
+    return table if fault_of(table) is None else None
