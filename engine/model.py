@@ -52,12 +52,12 @@ class LoadedModel:
         self.files = files
         self.shape = shape
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
-        self._model = model
+        self.module = model
         self._device = device
 
     def forward(self, batch: PackedBatch, context: StepContext) -> torch.Tensor:
         """The float32 logits after each of `batch.logit_rows`. Raises StepAbandoned between layers."""
-        output = self._model(
+        output = self.module(
             input_ids=torch.from_numpy(batch.token_ids).to(self._device).unsqueeze(0),
             position_ids=torch.from_numpy(batch.positions).to(self._device).unsqueeze(0),
             attention_mask=None,

@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
-from engine.attention.interface import Attention, StepAbandoned, StepContext, choose_attention
-from engine.batch import pack
+from engine.attention.interface import Attention, StepAbandoned, StepContext, can_compile, choose_attention
+from engine.batch import PackedBatch, pack
 from engine.config import EngineConfig
 from engine.errors import EngineConfigError, ModelRefused
 from engine.kv_memory import TORCH_DTYPES, KvMemory
 from engine.layout import BlockLayout, layout_fingerprint
 from engine.memory_limits import available_memory
-from engine.model import LoadedModel, load_model
+from engine.model import LoadedModel, ModelShape, load_model
 from engine.model_files import ModelFiles, inspect_model
 from engine.plan import Chunk, Sampled, SampleRequest, StepPlan, StepResult
 from engine.protocol import Sampling
@@ -57,10 +57,19 @@ class ModelInfo:
     attention: str = ""
 
 
+class ForwardPass(Protocol):
+    """A model as the runner needs it: transformers' module, or the same by hand."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+
+    def forward(self, batch: PackedBatch, context: StepContext) -> torch.Tensor: ...
+
+
 class ModelRunner:
     """A loaded model, its pool and its attention."""
 
-    def __init__(self, model: LoadedModel, kv: KvMemory, attention: Attention, info: ModelInfo) -> None:
+    def __init__(self, model: ForwardPass, kv: KvMemory, attention: Attention, info: ModelInfo) -> None:
         self.info = info
         self.kv = kv
         self._model = model
@@ -113,10 +122,14 @@ def load_runner(config: EngineConfig, progress: Progress = lambda what, share: N
 
     with _Digest(files, config.state_dir / "weights-digests.json", progress) as digest:
         progress("loading the model", 0.0)
-        model = load_model(files, _dtype(config, files, device), device)
+        loaded = load_model(files, _dtype(config, files, device), device)
         progress("loading the model", 1.0)
     if [file_state(path) for path in files.weights] != before:
         raise ModelRefused(f"the weights in {files.directory} changed while they were being read; start again")
+
+    progress("arranging the weights", 0.0)
+    model = _fastest(loaded, config.state_dir / "kernels")
+    progress("arranging the weights", 1.0)
 
     dtype = _dtype_name(model)
     layout = model.shape.block_layout(config.tokens_per_block, dtype)
@@ -143,6 +156,15 @@ def load_runner(config: EngineConfig, progress: Progress = lambda what, share: N
     _warm_up(runner)
     progress("ready", 1.0)
     return runner
+
+
+def _fastest(model: LoadedModel, kernel_cache_dir: Path) -> ForwardPass:
+    """The model with the quickest layers that this machine has for it."""
+    if not can_compile(kernel_cache_dir):
+        return model
+    from engine.fused import fuse  # Imports kernels, which may be neither possible nor kept elsewhere before this.
+
+    return fuse(model) or model
 
 
 class _Digest:
@@ -197,7 +219,7 @@ def _dtype(config: EngineConfig, files: ModelFiles, device: torch.device) -> tor
     return TORCH_DTYPES[written] if written in ("bfloat16", "float16") else torch.bfloat16
 
 
-def _dtype_name(model: LoadedModel) -> str:
+def _dtype_name(model: ForwardPass) -> str:
     return next(name for name, dtype in TORCH_DTYPES.items() if dtype is model.dtype)
 
 

@@ -32,6 +32,8 @@ class AttentionStep(Protocol):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor: ...
 
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None: ...
+
 
 class Attention(Protocol):
     """One way to attend. Chunks of up to `max_short_tokens` tokens arrive as `PackedBatch.short`, others as spans."""
@@ -59,10 +61,20 @@ class StepContext:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Tensors as transformers has them: `[1, head, token, head_dim]` in, `[1, token, head, head_dim]` out."""
+        asks, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return self.attend_rows(layer, asks, keys, values, scale).unsqueeze(0)
+
+    def attend_rows(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Tensors as the attention has them: `[token, head, head_dim]` in and out."""
         if self._abandon():
             raise StepAbandoned
-        asks, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self._step.attend(layer, asks, keys, values, scale).unsqueeze(0)
+        return self._step.attend(layer, query, key, value, scale)
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Writes K and V of a layer whose attention nobody reads."""
+        self._step.store(layer, key, value)
 
 
 def register() -> None:
@@ -77,18 +89,31 @@ def choose_attention(kv: KvMemory, kernel_cache_dir: Path | None) -> Attention:
     """
     if kv.device.type != "cpu" or kv.pool.dtype is not torch.float32:
         return GatherAttention(kv)
+    if not can_compile(kernel_cache_dir):
+        return GatherAttention(kv)
     try:
         import numba
 
-        if kernel_cache_dir is not None and _is_ours(kernel_cache_dir):
-            numba.config.CACHE_DIR = str(kernel_cache_dir)  # type: ignore[attr-defined]
         from engine.attention.cpu import CpuAttention
     except Exception as error:
-        # numba fails in its own ways on machines it does not know; the plain path is slower and right.
         _log.warning("the decode kernel cannot be used here, attention is slower without it: %s", error)
         return GatherAttention(kv)
     most_threads: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     return CpuAttention(kv, num_threads=max(1, min(torch.get_num_threads(), most_threads)))
+
+
+def can_compile(kernel_cache_dir: Path | None) -> bool:
+    """Whether numba works here. To be asked before the first module with kernels is imported, because it also says
+    where their compiled code is kept."""
+    try:
+        import numba
+    except Exception as error:
+        # numba fails in its own ways on machines it does not know; the plain path is slower and right.
+        _log.warning("kernels cannot be compiled here, the engine is slower without them: %s", error)
+        return False
+    if kernel_cache_dir is not None and _is_ours(kernel_cache_dir):
+        numba.config.CACHE_DIR = str(kernel_cache_dir)  # type: ignore[attr-defined]
+    return True
 
 
 def _is_ours(directory: Path) -> bool:

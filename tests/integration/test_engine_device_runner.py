@@ -22,25 +22,27 @@ from engine.attention.interface import Attention, StepContext, _is_ours, choose_
 from engine.batch import pack
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
+from engine.fused import fuse
 from engine.kv_memory import KvMemory
-from engine.model import LoadedModel, load_model
+from engine.model import load_model
 from engine.model_files import inspect_model
 from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan
 from engine.protocol import Sampling
-from engine.runner import ModelRunner, load_runner
+from engine.runner import ForwardPass, ModelRunner, load_runner
 from tests.support.tiny_model import FAMILIES, VOCAB_SIZE, write_tiny_model
 
 TOLERANCE = 5e-4
+PATHS = ("gather", "cpu", "fused")
 TOKENS_PER_BLOCK = 4
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("attention", ["gather", "cpu"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_plain_transformers_whatever_the_chunks_and_the_company(
-    family: str, attention: str, tmp_path: Path
+    family: str, path: str, tmp_path: Path
 ) -> None:
-    rig = _Rig(write_tiny_model(tmp_path, family), attention)
+    rig = _Rig(write_tiny_model(tmp_path, family), path)
     prompts = [_tokens(37, 1), _tokens(21, 2), _tokens(3, 3)]
     expected = [rig.reference(prompt) for prompt in prompts]
 
@@ -51,9 +53,9 @@ def test_logits_equal_plain_transformers_whatever_the_chunks_and_the_company(
             assert (logits - wanted).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("attention", ["gather", "cpu"])
-def test_a_sequence_may_use_blocks_that_another_computes_in_the_same_step(attention: str, tmp_path: Path) -> None:
-    rig = _Rig(write_tiny_model(tmp_path), attention)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_sequence_may_use_blocks_that_another_computes_in_the_same_step(path: str, tmp_path: Path) -> None:
+    rig = _Rig(write_tiny_model(tmp_path), path)
     shared, own, other = _tokens(8, 1), _tokens(5, 2), _tokens(1, 3)
 
     producer = Chunk(1, 0, (*shared, *own), (6, 3, 9, 1), None)
@@ -190,7 +192,7 @@ def test_weights_that_change_while_they_are_read_are_refused(tmp_path: Path, mon
     directory = write_tiny_model(tmp_path / "model")
     load = engine.runner.load_model
 
-    def load_and_touch(*args: Any) -> LoadedModel:
+    def load_and_touch(*args: Any) -> object:
         loaded = load(*args)
         os.utime(directory / "model.safetensors")
         return loaded
@@ -239,19 +241,23 @@ def test_the_demo_model_writes_the_reference_text(demo_model_dir: Path, tmp_path
 
 
 class _Rig:
-    """Model, pool and attention without the runner, so that the logits of every row can be seen."""
+    """Model, pool and attention without the runner, so that the logits of every row can be seen. `path`: transformers'
+    layers with plain or compiled attention, or fused layers with the latter."""
 
     def __init__(
-        self, directory: Path, attention: str, tokens_per_block: int = TOKENS_PER_BLOCK, num_blocks: int = 64
+        self, directory: Path, path: str, tokens_per_block: int = TOKENS_PER_BLOCK, num_blocks: int = 64
     ) -> None:
-        self.model: LoadedModel = load_model(inspect_model(directory), torch.float32, CPU)
+        loaded = load_model(inspect_model(directory), torch.float32, CPU)
+        self.model: ForwardPass = loaded
+        if path == "fused":
+            fused = fuse(loaded)
+            assert fused is not None
+            self.model = fused
         self._reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.kv = KvMemory(self.model.shape.block_layout(tokens_per_block, "float32"), num_blocks, CPU)
         self.kv.pool.fill_(torch.nan)
-        self._attention: Attention = (
-            GatherAttention(self.kv) if attention == "gather" else choose_attention(self.kv, None)
-        )
-        assert self._attention.name == attention
+        self._attention: Attention = GatherAttention(self.kv) if path == "gather" else choose_attention(self.kv, None)
+        assert self._attention.name == ("gather" if path == "gather" else "cpu")
 
     @torch.inference_mode()
     def reference(self, tokens: Sequence[int]) -> torch.Tensor:

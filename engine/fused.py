@@ -1,0 +1,188 @@
+"""Runs the layers of the Llama family by hand on the CPU in float32: prepacked linears, everything else in one pass.
+
+The transformers module stays the reference and what serves every other device, data type and architecture; whether
+this path can take a model's place is decided here, once, at start. Each weight is held once, in the order in which
+oneDNN reads it; embeddings stay mapped from their file. Attention is the same as the reference's.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+
+from engine.attention.interface import StepContext
+from engine.batch import PackedBatch
+from engine.layer_kernels import add_normalise, gate, normalise, normalise_heads, rotate
+from engine.model import LoadedModel
+from engine.model_files import ModelFiles
+from engine.prepacked import PackedLinear
+
+FAMILY: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+# The fewest rows worth handing to oneDNN may be more than there are: on AVX-512 four rows take less time than one.
+_FEWEST_ROWS: Final = (1, 4)
+_EMBEDDING: Final = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The weights of one layer. `norms_on_heads` are those of Q and K, where the family has them."""
+
+    input_norm: np.ndarray
+    qkv: PackedLinear
+    norms_on_heads: tuple[np.ndarray, np.ndarray] | None
+    attention_out: PackedLinear
+    mlp_norm: np.ndarray
+    gate_up: PackedLinear
+    mlp_down: PackedLinear
+
+
+def fuse(model: LoadedModel) -> FusedModel | None:
+    """The same model with fused layers, or None where it is not of the kind that they compute.
+
+    The given model's weights move over: it must not be used afterwards.
+    """
+    module: Any = model.module
+    config = module.config
+    rotary = module.model.rotary_emb
+    fits = (
+        model.shape.architecture in FAMILY
+        and model.dtype is torch.float32
+        and next(module.parameters()).device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and config.hidden_act == "silu"
+        and 2 * rotary.inv_freq.shape[0] == model.shape.head_dim
+    )
+    return FusedModel(model) if fits else None
+
+
+class FusedModel:
+    """As `LoadedModel`, for the families and the machine that `fuse` accepts."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        module: Any = model.module
+        self.files = model.files
+        self.shape = model.shape
+        self.dtype = model.dtype
+        self._heads: int = module.config.num_attention_heads
+        self._epsilon: float = module.config.rms_norm_eps
+        self._rotary = module.model.rotary_emb
+        self._scale: float = module.model.layers[0].self_attn.scaling
+        self._final_norm = _owned(module.model.norm.weight)
+        # The largest comes first, so that no moment holds more than one weight twice.
+        self._head = PackedLinear([module.lm_head])
+        self._embedding = _mapped(model.files, _EMBEDDING, module.model.embed_tokens.weight)
+        module.lm_head = module.model.embed_tokens = None
+        self._layers = []
+        for index, layer in enumerate(module.model.layers):
+            self._layers.append(_pack_layer(layer))
+            module.model.layers[index] = torch.nn.Identity()
+        self._fewest_rows = _quickest_rows([layer.gate_up for layer in self._layers])
+
+    def forward(self, batch: PackedBatch, context: StepContext) -> torch.Tensor:
+        """As `LoadedModel.forward`."""
+        rows = len(batch.token_ids)
+        token_ids = torch.from_numpy(batch.token_ids)
+        if rows < self._fewest_rows:
+            token_ids = F.pad(token_ids, (0, self._fewest_rows - rows))
+        residual = F.embedding(token_ids, self._embedding).float()
+        normed = torch.empty_like(residual)
+        cos, sin = self._rotation(batch, residual)
+        normalise(residual.numpy(), self._layers[0].input_norm, self._epsilon, normed.numpy())
+
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            query, key, value = self._project(layer, normed, rows, cos, sin)
+            if index == last:
+                # Nothing reads what the last layer makes of tokens after which none is sampled.
+                wanted = torch.from_numpy(batch.logit_rows)
+                if len(wanted) == 0:
+                    context.store(index, key, value)
+                    return torch.empty((0, self.shape.vocab_size))
+                attended = context.attend_rows(index, query, key, value, self._scale)[wanted]
+                residual = self._padded(residual[wanted])
+                normed = torch.empty_like(residual)
+                weight = self._final_norm
+            else:
+                attended = context.attend_rows(index, query, key, value, self._scale)
+                weight = self._layers[index + 1].input_norm
+            delta = layer.attention_out(self._padded(attended.reshape(len(attended), -1)))
+            add_normalise(residual.numpy(), delta.numpy(), layer.mlp_norm, self._epsilon, normed.numpy())
+            gated = torch.empty((len(normed), layer.mlp_down.num_inputs))
+            gate(layer.gate_up(normed).numpy(), gated.numpy())
+            delta = layer.mlp_down(gated)
+            add_normalise(residual.numpy(), delta.numpy(), weight, self._epsilon, normed.numpy())
+        return self._head(normed)[: len(batch.logit_rows)]
+
+    def _project(
+        self, layer: _Layer, normed: torch.Tensor, rows: int, cos: np.ndarray, sin: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V, normed where the family does that, Q and K rotated: `[token, head, head_dim]`."""
+        projected = layer.qkv(normed)[:rows]
+        heads, kv_heads, head_dim = self._heads, self.shape.num_kv_heads, self.shape.head_dim
+        if layer.norms_on_heads is not None:
+            of_query, of_key = layer.norms_on_heads
+            normalise_heads(projected.numpy(), of_query, self._epsilon, 0, heads)
+            normalise_heads(projected.numpy(), of_key, self._epsilon, heads, kv_heads)
+        rotate(projected.numpy(), cos, sin, heads + kv_heads)
+        split = projected.view(rows, heads + 2 * kv_heads, head_dim)
+        return split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+
+    def _rotation(self, batch: PackedBatch, like: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """RoPE's tables for the step, from transformers' own module, so that every kind of scaling is its."""
+        cos, sin = self._rotary(like, torch.from_numpy(batch.positions).unsqueeze(0))
+        return cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        missing = self._fewest_rows - len(rows)
+        return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows.contiguous()
+
+
+def _pack_layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = (_owned(attention.q_norm.weight), _owned(attention.k_norm.weight))
+    return _Layer(
+        input_norm=_owned(layer.input_layernorm.weight),
+        qkv=PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
+        norms_on_heads=norms,
+        attention_out=PackedLinear([attention.o_proj]),
+        mlp_norm=_owned(layer.post_attention_layernorm.weight),
+        gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj]),
+        mlp_down=PackedLinear([mlp.down_proj]),
+    )
+
+
+def _owned(weight: torch.Tensor) -> np.ndarray:
+    """A copy, so that no small tensor keeps a whole file mapped."""
+    return weight.detach().numpy().copy()
+
+
+def _mapped(files: ModelFiles, name: str, loaded: torch.Tensor) -> torch.Tensor:
+    """The tensor once more from its file: of the mapping that packing has read whole, nothing stays resident, and of
+    this one only the rows that are looked up."""
+    for path in files.weights:
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 - not a mapping
+                return file.get_tensor(name)  # type: ignore[no-any-return]
+    return loaded.detach().clone()
+
+
+def _quickest_rows(linears: list[PackedLinear]) -> int:
+    """How many rows a single one is best padded to on this machine, measured on the weights themselves, whose number
+    keeps them out of the caches."""
+    best: dict[int, float] = {}
+    for _ in range(3):
+        for rows in _FEWEST_ROWS:
+            given = torch.zeros((rows, linears[0].num_inputs))
+            began = time.perf_counter()
+            for linear in linears:
+                linear(given)
+            best[rows] = min(best.get(rows, float("inf")), time.perf_counter() - began)
+    return min(best, key=best.__getitem__)

@@ -1,0 +1,129 @@
+"""The compiled parts of a layer against float64, on random shapes, for few rows and for many, into poisoned outputs."""
+
+from __future__ import annotations
+
+import engine.environment  # noqa: F401  isort: skip
+
+import math
+
+import numba
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.layer_kernels import PARALLEL_ROWS, add_normalise, gate, normalise, normalise_heads, rotate
+from engine.prepacked import PackedLinear
+from engine.vector_exp import exp32
+
+ROWS = st.sampled_from((1, 2, 3, 5, PARALLEL_ROWS - 1, PARALLEL_ROWS, 61))
+WIDTHS = st.sampled_from((2, 6, 16, 34, 64, 130))
+SEEDS = st.integers(0, 2**31)
+TOLERANCE = 2e-5
+
+
+@numba.njit
+def _exponentials(given: np.ndarray, found: np.ndarray) -> None:
+    for i in range(len(given)):
+        found[i] = exp32(given[i])
+
+
+@settings(deadline=None)  # The first example compiles.
+@given(x=st.floats(-86, 88, width=32))
+def test_the_exponential_is_that_of_float64(x: float) -> None:
+    given_ = np.full(19, x, np.float32)
+    found = np.full_like(given_, np.nan)
+
+    _exponentials(given_, found)
+
+    wanted = math.exp(x)
+    assert np.abs(found - wanted).max() <= wanted * (3e-7 + abs(x) * 1e-7)
+
+
+def test_the_exponential_of_what_is_not_finite() -> None:
+    given_ = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, -0.0], np.float32)
+    found = np.empty_like(given_)
+
+    _exponentials(given_, found)
+
+    np.testing.assert_array_equal(found, [np.nan, np.inf, 0, np.inf, 0, 1, 1])
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=ROWS, width=WIDTHS, seed=SEEDS)
+def test_norms_equal_float64(rows: int, width: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    residual, delta, weight = _random(random, rows, width), _random(random, rows, width), _random(random, width)
+    only, both = np.full((2, rows, width), np.nan, np.float32)
+    summed = residual.astype(np.float64) + delta
+
+    normalise(residual, weight, 1e-5, only)
+    np.testing.assert_allclose(only, _norm(residual, weight), rtol=TOLERANCE, atol=TOLERANCE)
+
+    add_normalise(residual, delta, weight, 1e-5, both)
+    np.testing.assert_allclose(both, _norm(summed, weight), rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(residual, summed, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=ROWS, head_dim=WIDTHS, heads=st.integers(1, 4), others=st.integers(0, 3), seed=SEEDS)
+def test_heads_are_rotated_and_normed_and_the_others_left_alone(
+    rows: int, head_dim: int, heads: int, others: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    given_ = _random(random, rows, heads + others, head_dim)
+    half = _random(random, rows, head_dim // 2), _random(random, rows, head_dim // 2)
+    cos, sin = (np.concatenate([one, one], axis=1) for one in half)
+    weight = _random(random, head_dim)
+    rotated, normed = given_.reshape(rows, -1).copy(), given_.reshape(rows, -1).copy()
+
+    rotate(rotated, cos, sin, heads)
+    normalise_heads(normed, weight, 1e-6, 0, heads)
+
+    turned = np.concatenate([-given_[..., head_dim // 2 :], given_[..., : head_dim // 2]], axis=-1)
+    wanted = given_ * cos[:, None].astype(np.float64) + turned * sin[:, None].astype(np.float64)
+    rotated, normed = rotated.reshape(given_.shape), normed.reshape(given_.shape)
+    np.testing.assert_allclose(rotated[:, :heads], wanted[:, :heads], rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(normed[:, :heads], _norm(given_, weight, 1e-6)[:, :heads], rtol=1e-4, atol=TOLERANCE)
+    np.testing.assert_array_equal(rotated[:, heads:], given_[:, heads:])
+    np.testing.assert_array_equal(normed[:, heads:], given_[:, heads:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=ROWS, width=WIDTHS, seed=SEEDS)
+def test_gating_equals_float64(rows: int, width: int, seed: int) -> None:
+    given_ = _random(np.random.default_rng(seed), rows, 2 * width) * 8
+    found = np.full((rows, width), np.nan, np.float32)
+
+    gate(given_, found)
+
+    gates, ups = given_[:, :width].astype(np.float64), given_[:, width:].astype(np.float64)
+    np.testing.assert_allclose(found, gates / (1 + np.exp(-gates)) * ups, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=ROWS, inputs=WIDTHS, outputs=st.lists(st.integers(1, 40), min_size=1, max_size=3), seed=SEEDS)
+@pytest.mark.parametrize("biased", ["none", "some", "all"])
+def test_joined_linears_equal_their_parts(biased: str, rows: int, inputs: int, outputs: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    linears = [
+        torch.nn.Linear(inputs, size, bias=biased == "all" or (biased == "some" and i == 0))
+        for i, size in enumerate(outputs)
+    ]
+    given_ = torch.randn(rows, inputs)
+
+    with torch.inference_mode():
+        found = PackedLinear(linears)(given_)
+        wanted = torch.cat([linear.double()(given_.double()) for linear in linears], dim=1)
+
+    assert (found.double() - wanted).abs().max() < 1e-4
+
+
+def _random(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.standard_normal(shape).astype(np.float32)
+
+
+def _norm(rows: np.ndarray, weight: np.ndarray, epsilon: float = 1e-5) -> np.ndarray:
+    exact = rows.astype(np.float64)
+    return exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + epsilon) * weight
