@@ -43,7 +43,6 @@ class EventConnection:
         self._writer = writer
         self._frames = FrameReader(MAX_FRAME_BYTES)
         self._unread: deque[object] = deque()
-        self._last_token = 0
         self.welcome: Welcome | None = None
 
     @classmethod
@@ -67,12 +66,10 @@ class EventConnection:
             raise
         return connection
 
-    def subscribe(self, cursor: int | None, incarnation: str | None = None) -> int:
-        """Ask for events from `cursor` on (of that incarnation), or for a snapshot first (None); gives the token of the
-        `Subscribed` after which they come."""
-        self._last_token += 1
-        self._writer.write(TO_ENGINE.encode(Subscribe(self._last_token, cursor, incarnation)))
-        return self._last_token
+    def subscribe(self, token: int, cursor: int | None, incarnation: str | None = None) -> None:
+        """Ask for events from `cursor` on (of that incarnation), or for a snapshot first (None). What comes after the
+        `Subscribed` with this token is the answer; the newest subscription counts."""
+        self._writer.write(TO_ENGINE.encode(Subscribe(token, cursor, incarnation)))
 
     def __aiter__(self) -> EventConnection:
         return self

@@ -71,7 +71,7 @@ async def _print_all(socket_path: str, cursor: int | None, follow: bool, as_json
     connection = await EventConnection.open(socket_path, "halocline engine events")
     lines = json_lines if as_json else human_lines
     try:
-        connection.subscribe(cursor)
+        connection.subscribe(1, cursor)
         end = 0
         async for message in connection:
             match message:

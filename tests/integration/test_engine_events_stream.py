@@ -49,13 +49,14 @@ async def test_events_come_in_order_with_incarnation_algorithm_and_nothing_secre
     async with Shell(small(), event_buffer_max_size=100, incarnation="aa") as shell:
         client = await shell.client()
         await ask(client, 1)
+        end = await next_event_id(shell)
         consumer = await EventConnection.open(shell.socket, "consumer")
-        consumer.subscribe(0)
+        consumer.subscribe(1, 0)
 
         answer = await hear(consumer)
-        heard = await hear_events(consumer, await next_event_id(shell))
+        heard = await hear_events(consumer, end)
 
-        assert answer == Subscribed(1, "aa", "sha256-chain/1", 0, len(heard))
+        assert answer == Subscribed(1, "aa", "sha256-chain/1", 0, end)
         assert [each.event_id for each in heard] == list(range(len(heard)))
         assert {(each.incarnation, each.hash_algo) for each in heard} == {("aa", "sha256-chain/1")}
         assert heard[0].event == Created((("device", 24),))
@@ -70,7 +71,7 @@ async def test_token_ids_are_told_only_where_the_engine_is_configured_to() -> No
     async with Shell(small(), event_buffer_max_size=100, settings={"event_token_ids": True}) as shell:
         await ask(await shell.client(), 0, 8)
         consumer = await EventConnection.open(shell.socket, "consumer")
-        consumer.subscribe(0)
+        consumer.subscribe(1, 0)
         await hear(consumer)
 
         heard = await hear_events(consumer, await next_event_id(shell))
@@ -85,7 +86,7 @@ async def test_every_consumer_has_its_own_cursor_and_none_takes_from_another() -
         client = await shell.client()
         consumers = [await EventConnection.open(shell.socket, f"consumer-{number}") for number in range(3)]
         for consumer in consumers:
-            consumer.subscribe(0)
+            consumer.subscribe(1, 0)
             assert isinstance(await hear(consumer), Subscribed)
         for number in range(10):
             await ask(client, number)
@@ -107,14 +108,14 @@ async def test_a_cursor_inside_the_ring_goes_on_there_and_one_outside_is_told_wh
         end = await next_event_id(shell)
         consumer = await EventConnection.open(shell.socket, "consumer")
 
-        consumer.subscribe(end - 4, "aa")
+        consumer.subscribe(1, end - 4, "aa")
         assert isinstance(await hear(consumer), Subscribed)
         inside = await hear_events(consumer, end)
-        consumer.subscribe(3, "aa")
+        consumer.subscribe(1, 3, "aa")
         assert isinstance(await hear(consumer), Subscribed)
         outside = await hear(consumer)
         after = await hear_events(consumer, end)
-        consumer.subscribe(end - 4, "another life")
+        consumer.subscribe(1, end - 4, "another life")
         assert isinstance(await hear(consumer), Subscribed)
         elsewhere = await hear(consumer)
 
@@ -132,7 +133,7 @@ async def test_a_snapshot_comes_in_pages_parents_first_and_events_go_on_from_it(
         for number in range(8):
             await ask(client, number, 800)
         consumer = await EventConnection.open(shell.socket, "consumer")
-        consumer.subscribe(None)
+        consumer.subscribe(1, None)
         assert isinstance(await hear(consumer), Subscribed)
 
         pages: list[SnapshotPage] = []
@@ -161,14 +162,14 @@ async def test_a_consumer_that_stops_reading_costs_little_is_told_lost_and_delay
         lazy = await EventConnection.open(shell.socket, "lazy")
         keen = await EventConnection.open(shell.socket, "keen")
         for consumer in (lazy, keen):
-            consumer.subscribe(0)
+            consumer.subscribe(1, 0)
             assert isinstance(await hear(consumer), Subscribed)
         connection = next(each for each in shell.server.connections if each._name == "lazy")
         transport = connection._transport
         assert transport is not None
         pages = 0
         while not connection._is_full:  # Whatever the kernel takes for a reader that does not read.
-            lazy.subscribe(0)
+            lazy.subscribe(1, 0)
             await ask(client, pages)
             pages += 1
         for number in range(60):
