@@ -8,7 +8,7 @@ counted by what has arrived, since what a header announces costs its sender noth
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -40,33 +40,46 @@ class BodyMemory:
         self._max_bytes = max_bytes
 
     @contextmanager
-    def holding(self) -> Iterator[Callable[[int], None]]:
-        """Call what it gives for every so many bytes; it raises ApiError (503) when there is no room for them.
-
-        Who asks for the byte too many is refused, and who is further keeps going: so some body always gets to its end.
-        """
-        held = 0
-
-        def take(num_bytes: int) -> None:
-            nonlocal held
-            if self.bytes_held + num_bytes > self._max_bytes:
-                raise overloaded("The server is reading too many large bodies at once. The request may be retried.")
-            held += num_bytes
-            self.bytes_held += num_bytes
-
+    def holding(self) -> Iterator[Share]:
+        """One body's share of the memory, given back at the end of the block if not before."""
+        share = Share(self)
         try:
-            yield take
+            yield share
         finally:
-            self.bytes_held -= held
+            share.release()
+
+    def _take(self, num_bytes: int) -> None:
+        # Who asks for the byte too many is refused, and gives back what it had: so some body always gets to its end.
+        if self.bytes_held + num_bytes > self._max_bytes:
+            raise overloaded("The server is reading too many large bodies at once. The request may be retried.")
+        self.bytes_held += num_bytes
+
+    def _give_back(self, num_bytes: int) -> None:
+        self.bytes_held -= num_bytes
 
 
-async def read_json_object(
-    request: web.Request, memory: BodyMemory, max_bytes: int, timeout_s: float
-) -> dict[str, Any]:
+class Share:
+    """What one body holds of the memory, from its first byte until only tokens are left of it."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self._bytes_held = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Hold so many more; raises ApiError (503) when there is no room for them."""
+        self._memory._take(num_bytes)
+        self._bytes_held += num_bytes
+
+    def release(self) -> None:
+        """The body is not needed any more; twice is as good as once."""
+        self._memory._give_back(self._bytes_held)
+        self._bytes_held = 0
+
+
+async def read_json_object(request: web.Request, share: Share, max_bytes: int, timeout_s: float) -> dict[str, Any]:
     """The body as an object; raises ApiError for one that is too large, too slow, encoded, or not a JSON object."""
     check_headers(request, max_bytes)
-    with memory.holding() as take:
-        return _decoded(await _read(request, take, max_bytes, timeout_s))
+    return _decoded(await _read(request, share, max_bytes, timeout_s))
 
 
 def _decoded(raw: bytearray) -> dict[str, Any]:
@@ -94,7 +107,7 @@ def check_headers(request: web.Request, max_bytes: int) -> None:
         raise unsupported_media("The body must be UTF-8.")
 
 
-async def _read(request: web.Request, take: Callable[[int], None], max_bytes: int, timeout_s: float) -> bytearray:
+async def _read(request: web.Request, share: Share, max_bytes: int, timeout_s: float) -> bytearray:
     started = asyncio.get_running_loop().time()
     received = bytearray()
     counter = ValueCounter()
@@ -103,7 +116,7 @@ async def _read(request: web.Request, take: Callable[[int], None], max_bytes: in
             while chunk := await request.content.readany():
                 if len(received) + len(chunk) > max_bytes:
                     raise too_large(max_bytes)
-                take(len(chunk))
+                share.take(len(chunk))
                 received += chunk
                 if counter.feed(chunk) > MAX_VALUES:
                     raise too_many_values(MAX_VALUES)

@@ -87,7 +87,7 @@ class GatewayConfig(BaseModel):
         Field(
             ge=1024,
             le=2**40,
-            description="Memory for bodies that are being read, all together; a request over it is answered 503.",
+            description="Memory for request bodies until they are tokens, all together; what does not fit is answered 503.",
         ),
     ] = ByteSize(256 * 2**20)
     header_timeout_s: Annotated[float, Field(gt=0, le=300)] = 10.0

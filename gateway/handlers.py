@@ -15,7 +15,7 @@ from aiohttp import web
 
 from cached.keys import owner_id
 from gateway import errors, sse
-from gateway.body import BodyMemory, read_json_object
+from gateway.body import BodyMemory, Share, read_json_object
 from gateway.config import GatewayConfig
 from gateway.dispatch import Generation, Work
 from gateway.drain import InFlight
@@ -82,46 +82,54 @@ class Handlers:
         return json_response(model_body(self._config.model_id, self._started_at))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request)
-        async with self._inflight.enter():
-            engine = await self._engines.ready()
-            chat = parse_chat(body, self._limits(engine))
-            self._check_model(request, chat.model)
-            tokens = await engine.text.encode_chat(chat.messages, engine.info.max_prompt_tokens)
-            work = self._work(request, engine, [tokens], chat.options, "messages")
-            renderer = ChatRenderer(
-                self._envelope("chatcmpl", engine),
-                include_usage=chat.delivery.include_usage,
-                want_logprobs=chat.options.sampling.logprobs is not None,
-            )
-            return await self._answer(request, engine, work, renderer, chat.delivery)
+        with self._bodies.holding() as share:
+            body = await self._body(request, share)
+            async with self._inflight.enter():
+                engine = await self._engines.ready()
+                chat = parse_chat(body, self._limits(engine))
+                self._check_model(request, chat.model)
+                tokens = await engine.text.encode_chat(chat.messages, engine.info.max_prompt_tokens)
+                work = self._work(request, engine, [tokens], chat.options, "messages")
+                renderer = ChatRenderer(
+                    self._envelope("chatcmpl", engine),
+                    include_usage=chat.delivery.include_usage,
+                    want_logprobs=chat.options.sampling.logprobs is not None,
+                )
+                delivery = chat.delivery
+                # An answer may take minutes; the conversation, as text or as ids, is not needed for it.
+                del body, chat, tokens
+                share.release()
+                return await self._answer(request, engine, work, renderer, delivery)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request)
-        async with self._inflight.enter():
-            engine = await self._engines.ready()
-            completion = parse_completion(body, self._limits(engine))
-            self._check_model(request, completion.model)
-            tokens = await engine.text.encode_prompts(completion.prompts, engine.info.max_prompt_tokens)
-            work = self._work(request, engine, tokens, completion.options, "prompt")
-            echoes = [
-                prompt if isinstance(prompt, str) else engine.text.decode(prompt)
-                for prompt in (completion.prompts if completion.echo else ())
-                for _ in range(completion.options.n)
-            ]
-            renderer = CompletionRenderer(
-                self._envelope("cmpl", engine),
-                include_usage=completion.delivery.include_usage,
-                want_logprobs=completion.options.sampling.logprobs is not None,
-                echoes=echoes,
-            )
-            return await self._answer(request, engine, work, renderer, completion.delivery)
+        with self._bodies.holding() as share:
+            body = await self._body(request, share)
+            async with self._inflight.enter():
+                engine = await self._engines.ready()
+                completion = parse_completion(body, self._limits(engine))
+                self._check_model(request, completion.model)
+                tokens = await engine.text.encode_prompts(completion.prompts, engine.info.max_prompt_tokens)
+                work = self._work(request, engine, tokens, completion.options, "prompt")
+                echoes = [
+                    prompt if isinstance(prompt, str) else engine.text.decode(prompt)
+                    for prompt in (completion.prompts if completion.echo else ())
+                    for _ in range(completion.options.n)
+                ]
+                renderer = CompletionRenderer(
+                    self._envelope("cmpl", engine),
+                    include_usage=completion.delivery.include_usage,
+                    want_logprobs=completion.options.sampling.logprobs is not None,
+                    echoes=echoes,
+                )
+                delivery = completion.delivery
+                del body, completion, tokens
+                share.release()
+                return await self._answer(request, engine, work, renderer, delivery)
 
-    async def _body(self, request: web.Request) -> dict[str, Any]:
+    async def _body(self, request: web.Request, share: Share) -> dict[str, Any]:
         if self._inflight.is_draining:
             raise errors.draining()
-        config = self._config
-        return await read_json_object(request, self._bodies, config.max_body_bytes, config.body_timeout_s)
+        return await read_json_object(request, share, self._config.max_body_bytes, self._config.body_timeout_s)
 
     def _limits(self, engine: ReadyEngine) -> Limits:
         return Limits(self._config.max_n, self._config.max_stop, engine.info.vocab_size)

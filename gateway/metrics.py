@@ -30,7 +30,7 @@ class GatewayMetrics:
         )
         self.inflight = Gauge("halocline_gateway_inflight", "Generations that are running.", registry=self.registry)
         self.body_bytes = Gauge(
-            "halocline_gateway_body_bytes", "Bytes of request bodies that are being read.", registry=self.registry
+            "halocline_gateway_body_bytes", "Bytes of request bodies that are not tokens yet.", registry=self.registry
         )
         self.connections = Gauge(
             "halocline_gateway_connections", "Open connections by listener.", ["listener"], registry=self.registry

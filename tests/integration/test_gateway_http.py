@@ -189,6 +189,17 @@ class TestBodyMemory:
 
             await self.wait_held(stand, lambda held: held == 0)
 
+    async def test_a_body_holds_no_memory_once_its_answer_is_under_way(self, demo_model_dir: Path) -> None:
+        async with standing(demo_model_dir, Script(hang_after=0)) as stand:
+            body = chat_body(prompt="Hello", padding=" " * 60_000)
+            for num_submits, path in enumerate(("/v1/chat/completions", "/v1/completions"), start=1):
+                asking = asyncio.create_task(stand.post(path, body))
+                async with asyncio.timeout(10):
+                    while len(stand.stub.submits) < num_submits:
+                        await asyncio.sleep(0.01)
+                assert stand.server.bodies.bytes_held == 0
+                asking.cancel()
+
     async def begin(self, stand: Stand, num_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """All of a request but the last 513 bytes of its body."""
         start = json.dumps(chat_body()).encode()[:-1]

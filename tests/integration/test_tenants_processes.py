@@ -29,11 +29,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 import click
+from gateway.retention import check_rules
 from tenants.cli import key, tenant
 from tenants.config import TenantsConfig
 state = sys.argv.pop(1)
 config = TenantsConfig(url=f"sqlite:///{state}/tenants.db", master_key_file=Path(state) / "master.key")
-click.Group("halocline", commands={"tenant": tenant, "key": key})(obj=SimpleNamespace(tenants=config))
+context = SimpleNamespace(tenants=config, check_retention=check_rules)
+click.Group("halocline", commands={"tenant": tenant, "key": key})(obj=context)
 """
 
 
@@ -88,6 +90,18 @@ def test_a_key_made_by_another_process_works_here(state):
         text = made.stdout.removesuffix("\n")
 
         wait_until(lambda: isinstance(watcher.current.authenticate(text, 2.0), Accepted))
+
+
+def test_retention_set_by_another_process_is_known_here_without_a_restart(state):
+    with open_state(state) as store:
+        store.create_tenant("acme", 1.0)
+        text = store.create_key("acme", "", None, 1.0)
+        with SnapshotWatcher(store) as watcher:
+            for words in (["--max-priority", "60"], ["--max-duration", "300"], ["--clear"]):
+                assert run(state, "tenant", "retention", "acme", *words).returncode == 0
+                expected = store.get_tenant("acme").retention
+
+                wait_until(lambda: watcher.current.authenticate(text, 2.0).identity.retention == expected)  # noqa: B023
 
 
 def test_processes_that_race_for_the_first_use_agree_on_one_master_key_and_one_store(state):
@@ -298,7 +312,9 @@ def test_a_table_has_no_colour_when_none_is_wanted(acme):
 def test_a_terminal_shows_one_tenant_as_a_sheet(acme):
     lines = Terminal(acme, "tenant", "show", "acme").finish()[1].splitlines()
 
-    assert [line.split("  ")[0] for line in lines] == ["name", "state", "active keys", "salt epoch", "created", "id"]
+    names = ["name", "state", "active keys", "salt epoch", "created", "id"]
+    rules = ["max priority", "max duration s", "default retention"]
+    assert [line.split("  ")[0] for line in lines] == names + rules
 
 
 def test_everything_a_command_makes_is_private(state):
