@@ -8,6 +8,7 @@ next in the queue is the scheduler's choice; what a plan's result means is the c
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.block_pool import BlockPool
 from engine.offload import Offloader
@@ -115,6 +116,8 @@ class Planner:
         """A chunk of at most `room` tokens, unless it has one in this step."""
         if not room or sequence in step.scheduled:
             return
+        if not sequence.is_decoding:
+            self._account_more(sequence, self._cache.catch_up(sequence))
         start = sequence.num_computed
         end = min(sequence.num_tokens, start + room)
         step.budget -= end - start
@@ -191,6 +194,12 @@ class Planner:
         if sequence.served is None:
             device = min(num_full * self._settings.tokens_per_block + num_partial, sequence.num_prompt)
             sequence.served = Served(device, 0, num_full, num_partial > 0)
+
+    def _account_more(self, sequence: Sequence, num_full: int) -> None:
+        served = sequence.served
+        if num_full and served is not None and not sequence.was_preempted:
+            device = served.device_tokens + num_full * self._settings.tokens_per_block
+            sequence.served = replace(served, device_tokens=device, full_blocks=served.full_blocks + num_full)
 
     def _depart(self, now: float) -> Callable[[int], bool] | None:
         if self._settings.offload_policy != "on_evict" or not self._offloader.is_on:

@@ -108,6 +108,36 @@ class PrefixCache:
         pool.mark_matched(partial.block, None)
         return BlockCopy(partial.block, new[0], partial.num_tokens)
 
+    def catch_up(self, sequence: Sequence) -> int:
+        """Take, instead of computing them, blocks that others have made shareable since the walk (kv-semantics 3.3).
+
+        That happens where a prompt ends in just the block that a longer one has yet to compute: 3.1 has it compute that
+        block itself. Returns how many blocks were taken; their producers may be writing them in the step being planned.
+        """
+        size = self._settings.tokens_per_block
+        place, inside = divmod(sequence.num_computed, size)
+        if inside or place != sequence.num_published or not self._settings.enable_block_reuse:
+            return 0
+        count = self.num_servable(sequence)
+        if place >= count:
+            return 0
+        hashes = sequence.block_hashes(count)
+        if not self._pool.tree.knows(hashes[place]):
+            return 0
+        packed = sequence.tokens_key(place * size, count * size)
+        found = self._pool.tree.find_run(sequence.parent_node, hashes[place:count], packed, count - place)
+        for at, block in enumerate(found, place):
+            self._pool.acquire(block)
+            self._pool.mark_matched(block, sequence.explicit_retention(at))
+            self._pool.drop_private(sequence.table[at])
+            sequence.table[at] = block
+            sequence.parent_node = block
+        if sequence.num_matched == place:
+            sequence.num_matched += len(found)
+        sequence.num_published += len(found)
+        sequence.num_computed += len(found) * size
+        return len(found)
+
     def grow(self, sequence: Sequence, depart: Callable[[int], bool] | None) -> bool:
         """A block for the next token to compute, if it has none; False where none could be had."""
         place = sequence.num_computed // self._settings.tokens_per_block

@@ -189,6 +189,27 @@ def test_rule_3_3_a_waiter_of_a_load_waits_for_it_and_holds_nothing() -> None:
     assert world.core.statistics().loads == 1
 
 
+def test_rule_3_3_a_running_sequence_takes_what_a_shorter_one_computes_before_it() -> None:
+    """Found by a random life: a load fails, and a prompt that ends in the very block (3.1) is scheduled first."""
+    world = World(settings(4, 12, max_num_tokens=24, tier_enabled=True), tier_blocks=10)
+    world.ask(range(9))
+    world.ask(range(100, 148), retention=at(0))
+    world.answer_tier()
+    longer = world.submit(range(10))
+    world.answer_lookup(0)
+    assert world.step() is None
+    shorter = world.submit(range(4))
+    world.answer_load(0, at_most=0)
+
+    world.run()
+
+    assert world.computed[shorter] == 4
+    assert world.computed[longer] == 6
+    first = world.lives[longer].first
+    assert first is not None
+    assert (first.device_tokens, first.host_tokens, first.computed_tokens) == (4, 0, 6)
+
+
 def test_rule_3_5_a_copy_leaves_its_source_as_it_was() -> None:
     world = World(settings(4, 8))
     world.ask(range(8), retention=at(70))
