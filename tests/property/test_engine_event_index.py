@@ -176,7 +176,7 @@ def short_messages() -> object:
 
 
 @hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32), st.integers(20, 400))
+@given(st.integers(0, 2**32), st.integers(100, 500))
 def test_snapshot_and_events_give_the_index_whatever_happens_on_the_way(seed: int, num_events: int) -> None:
     drive(seed, num_events)
 
