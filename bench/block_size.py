@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import ByteSize
+
 import engine.environment  # noqa: F401  (before torch)
 from bench.report import finish, median
 from bench.serving import Prompts, model_argument
@@ -77,7 +79,7 @@ def _config(model: Path, state: Path, size: int) -> EngineConfig:
         model_dir=model,
         state_dir=state,
         tokens_per_block=size,
-        device_cache_size=POOL_BYTES,
+        device_cache_size=ByteSize(POOL_BYTES),
         device="cpu",
     )
 
@@ -96,6 +98,7 @@ def _run(
     for head, own in zip(heads, tails, strict=True):
         for size in SIZES:
             harnesses[size].generate([head], 1)
+            harnesses[size].settle()
         for tail in own:
             order = list(SIZES)
             random.Random(len(measured[SIZES[0]])).shuffle(order)

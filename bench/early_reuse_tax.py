@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from pydantic import ByteSize
+
 import engine.environment  # noqa: F401  (before torch)
 from bench.report import finish
 from bench.serving import Prompts, model_argument
@@ -39,7 +41,7 @@ def main() -> NoReturn:
             cached_socket=Path("/unused"),
             model_dir=model,
             state_dir=Path(state),
-            device_cache_size=512 * 2**20,
+            device_cache_size=ByteSize(512 * 2**20),
             device="cpu",
         )
         runner = load_runner(config)

@@ -59,7 +59,9 @@ class Answer:
 def model_argument(description: str | None) -> Path:
     """The model directory named on the command line, or the demo model."""
     parser = argparse.ArgumentParser(description=description)
-    place = Path(os.environ.get("HALOCLINE_TEST_MODEL") or default_state_dir(os.environ, Path.home()) / "models" / "demo")
+    place = Path(
+        os.environ.get("HALOCLINE_TEST_MODEL") or default_state_dir(os.environ, Path.home()) / "models" / "demo"
+    )
     parser.add_argument("--model", type=Path, default=place, help="directory in Hugging Face layout (%(default)s)")
     found: Path = parser.parse_args().model
     if not (found / "config.json").exists():

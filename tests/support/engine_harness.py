@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ class Generated:
 class EngineHarness:
     """`generate` submits all prompts at once and steps until every one is finished."""
 
-    def __init__(self, runner: ModelRunner, host: dict[bytes, bytes] | None = None, **settings: object) -> None:
+    def __init__(self, runner: ModelRunner, host: dict[bytes, bytes] | None = None, **settings: Any) -> None:
         info = runner.info
         self.runner = runner
         self.host = host
