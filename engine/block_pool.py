@@ -20,7 +20,8 @@ from cached.eviction import EvictionOrder, device_giver, device_victim, place_of
 from cached.keys import BlockHash, OwnerId, fingerprint
 from cached.retention import DEFAULT_PRIORITY, MAX_PRIORITY, OnExpiry, Retention, demoted_priority
 from engine.event_log import EventLog
-from engine.events import Event, SnapshotBlock
+from engine.events import Event
+from engine.index_columns import IndexColumns
 from engine.interning import InternTable
 from engine.prefix_tree import PrefixTree
 from engine.retention_clock import NEVER, RetentionClock
@@ -339,24 +340,26 @@ class BlockPool:
         """Everything since the last call, oldest first."""
         return [] if self._events is None else self._events.take()
 
-    def snapshot(self) -> tuple[SnapshotBlock, ...]:
+    def snapshot_columns(self) -> IndexColumns:
         """All that events have told of and that is still there, parents before children (kv-semantics 6.3).
 
-        It is the index after every event so far, also those that nobody has taken yet.
+        It is the index after every event so far, also those that nobody has taken yet. Copying is all it costs here.
         """
-        hash_of, parent_of = self.tree.hash_of, self.tree.parent
-        return tuple(
-            SnapshotBlock(
-                block_hash=block_hash,
-                parent_hash=hash_of(node) if (node := parent_of(block)) >= 0 else None,
-                tier=TIER,
-                priority=self._priority[block],
-                namespace_fingerprint=self.namespace_fingerprint(block),
-                owner=self.owner(block),
-                token_ids=self._token_ids(block) if self._event_token_ids else None,
-            )
-            for block in self.tree.parents_first()
-            if self._is_written[block] and (block_hash := hash_of(block)) is not None
+        parents, depths, filled = self.tree.copied_shape()
+        return IndexColumns(
+            tier=TIER,
+            tokens_per_block=self.tree.tokens_per_block,
+            hashes=self.tree.copied_hashes(),
+            parents=parents,
+            depths=depths,
+            filled=filled,
+            is_written=bytes(self._is_written),
+            priorities=self._priority[:],
+            namespaces=self._namespace[:],
+            owners=self._owner[:],
+            fingerprint_of=self._fingerprints.copy(),
+            owner_of={each: OwnerId(self.owners.value(each)) for each in set(self._owner) if each >= 0},
+            tokens=self.tree.copied_tokens() if self._event_token_ids else None,
         )
 
     # Copies to the tier.

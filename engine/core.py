@@ -16,6 +16,7 @@ from cached.keys import OwnerId, namespace, token_bytes
 from engine.block_pool import BlockPool
 from engine.errors import EngineError
 from engine.events import Event, SnapshotBlock
+from engine.index_columns import IndexColumns
 from engine.offload import Offloader, Outbox
 from engine.onboarding import Onboarding
 from engine.plan import Sampled, StepPlan, StepResult
@@ -225,7 +226,11 @@ class EngineCore:
     def snapshot(self) -> tuple[SnapshotBlock, ...]:
         """The index as it is after all events so far, parents before children (kv-semantics 6.3): take the events first,
         and it is the index before the next event."""
-        return self._pool.snapshot()
+        return self._pool.snapshot_columns()[:]
+
+    def snapshot_columns(self) -> IndexColumns:
+        """`snapshot` in the time that copying takes; whoever reads it pays for the rows."""
+        return self._pool.snapshot_columns()
 
     def statistics(self) -> CoreStatistics:
         """A frozen picture of all gauges and counters."""

@@ -8,9 +8,9 @@ snapshots, of which the oldest is given up for a new one; whoever was reading th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from cached.keys import HASH_ALGO
 from engine.event_messages import (
@@ -39,12 +39,20 @@ EVENTS_OFF_MESSAGE: Final = (
 Told = Subscribed | EventsRefused | EventBatch | EventsLost | SnapshotPage
 
 
+class Rows(Protocol):
+    """What a snapshot must be: its blocks, parents before children, made into rows when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> Sequence[SnapshotBlock]: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Snapshot:
     """The index as it was before event `event_id`; without `blocks` once it was given up for newer ones."""
 
     event_id: int
-    blocks: tuple[SnapshotBlock, ...] | None
+    blocks: Rows | None
 
 
 class EventFeed:
@@ -93,7 +101,7 @@ class EventFeed:
         """Whether a reader waits for a snapshot, so that one has to be taken of the core."""
         return any(reader.waits_for_snapshot for reader in self._readers)
 
-    def take_snapshot(self, blocks: tuple[SnapshotBlock, ...]) -> None:
+    def take_snapshot(self, blocks: Rows) -> None:
         """The index as it is after every event appended so far; everyone who waits for one reads it."""
         self.num_snapshots += 1
         snapshot = _Snapshot(self._ring.next_event_id, blocks)

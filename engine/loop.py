@@ -20,7 +20,8 @@ import structlog
 
 from cached.keys import OwnerId
 from engine.core import EngineCore
-from engine.events import Event, SnapshotBlock
+from engine.events import Event
+from engine.index_columns import IndexColumns
 from engine.plan import StepPlan, StepResult
 from engine.protocol import TierState
 from engine.rates import Rate
@@ -133,7 +134,7 @@ class Happened:
 class SnapshotTaken:
     """The index as it is after every event delivered before this."""
 
-    blocks: tuple[SnapshotBlock, ...]
+    blocks: IndexColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +367,7 @@ class StepLoop:
                 reply(self.statistics())
             case AskSnapshot():
                 self._tell_events()  # First, so that what the snapshot holds is not told again after it.
-                self._deliver(SnapshotTaken(self._core.snapshot()))
+                self._deliver(SnapshotTaken(self._core.snapshot_columns()))
             case LookedUp(ticket, num_blocks):
                 core.looked_up(ticket, num_blocks, now)
             case Loaded(ticket, num_blocks, travelled):

@@ -54,6 +54,10 @@ class PrefixTree:
         """Full blocks that are indexed."""
         return len(self._by_hash)
 
+    @property
+    def tokens_per_block(self) -> int:
+        return self._row // TOKEN_BYTES
+
     def is_indexed(self, block: int) -> bool:
         return self._filled[block] != 0
 
@@ -194,9 +198,17 @@ class PrefixTree:
         """Every indexed block; slow."""
         return (block for block, filled in enumerate(self._filled) if filled)
 
-    def parents_first(self) -> list[int]:
-        """Every indexed block, each after its parent; slow."""
-        return sorted(self.indexed(), key=self._depth.__getitem__)
+    def copied_hashes(self) -> list[BlockHash | None]:
+        """The column of hashes; what is not indexed, and partial tails, have none."""
+        return self._hash.copy()
+
+    def copied_shape(self) -> tuple[array[int], array[int], array[int]]:
+        """The columns of parents, depths and tokens filled."""
+        return self._parent[:], self._depth[:], self._filled[:]
+
+    def copied_tokens(self) -> bytes:
+        """The column of tokens, four little-endian bytes each."""
+        return bytes(self._tokens)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when columns, hashes and children disagree; slow."""

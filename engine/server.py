@@ -34,7 +34,7 @@ from engine.admission import chosen_seed, fault_of, unpacked
 from engine.errors import EngineConfigError
 from engine.event_feed import EventFeed, EventReader
 from engine.event_messages import Subscribe
-from engine.events import SnapshotBlock
+from engine.index_columns import IndexColumns
 from engine.loop import (
     Admit,
     AskSnapshot,
@@ -260,7 +260,7 @@ class EngineServer:
             self.forget(sequence_id)
             connection.reject(request_id, refused)
 
-    def _take_snapshot(self, blocks: tuple[SnapshotBlock, ...]) -> None:
+    def _take_snapshot(self, blocks: IndexColumns) -> None:
         self._is_snapshot_asked = False
         self.feed.take_snapshot(blocks)
         asyncio.get_running_loop().call_later(SNAPSHOT_FRESH_S, self.feed.age_snapshot)

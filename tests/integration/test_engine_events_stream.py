@@ -78,6 +78,7 @@ async def test_token_ids_are_told_only_where_the_engine_is_configured_to() -> No
 
         stored = next(each.event for each in heard if isinstance(each.event, Stored))
         assert stored.token_ids == ((1, 2, 3, 4), (5, 6, 7, 8))
+        assert [each.token_ids for each in shell.core.snapshot()][:2] == [(1, 2, 3, 4), (5, 6, 7, 8)]
         await consumer.close()
 
 
