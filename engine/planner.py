@@ -1,8 +1,8 @@
 """Makes the plan of one step: decodes first, then prefill chunks and admissions, within a budget of tokens.
 
 Three quarters of what decodes leave go to prefills in order of admission; a quarter goes round among the others and
-the next one waiting, so that a short prompt does not wait for the end of a long one. Never by what is cached. Who is
-next in the queue is the scheduler's choice; what a plan's result means is the core's.
+the next one waiting, so that a short prompt does not wait for the end of a long one. Who is next in the queue is the
+scheduler's choice; what a plan's result means is the core's.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Planner:
     def _admit(self, step: _Step, now: float, room: int) -> None:
         rest = step.budget - room
         while step.budget > rest and not (step.is_stalled or step.is_full):
-            sequence = self._roster.waiting.candidate()
+            sequence = self._roster.waiting.candidate(self._cache.num_cached)
             if sequence is None or len(self._roster.running) >= self._settings.max_batch_size:
                 return
             step.is_full = not self._try_admit(sequence, step, now, step.budget - rest)

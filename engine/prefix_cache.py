@@ -6,6 +6,7 @@ when the step has succeeded. Between the two a block is indexed but *unwritten*.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,6 +48,12 @@ class PrefixCache:
         blocks = self._pool.tree.find_run(root, hashes, bytes(sequence.key), count)
         stopped_at = hashes[len(blocks)] if len(blocks) < count else None
         return Walk(tuple(blocks), blocks[-1] if blocks else root, stopped_at, self._is_written(blocks))
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """How many full blocks `walk` would find; a handful of look-ups, since a block is there only if its parent is."""
+        count = self.num_servable(sequence) if self._settings.enable_block_reuse else 0
+        hashes = sequence.block_hashes(count)
+        return bisect_left(range(count), True, key=lambda place: not self._pool.tree.knows(hashes[place]))
 
     def num_servable(self, sequence: Sequence) -> int:
         """Full blocks that may come from a cache: one token has to be computed."""

@@ -1,19 +1,24 @@
 """Whose turn it is: the waiting queue, fair between owners, and who computes which block for everybody (kv-semantics 3.3).
 
-Order is first come, first served for one owner and round robin between owners; never by what is cached, which would
-be a timing oracle between tenants. Preempted sequences come before all others. What fits is the core's question.
+Between owners it goes round robin, whatever is cached: anything else would be a timing oracle between tenants. Inside one
+owner's lane, of the few that have waited longest the one with most in the cache goes first, before what it needs is evicted;
+else first come, first served. Preempted sequences come before all others. What fits is the core's question.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cached.keys import BlockHash
 from engine.sequence import Sequence
 
 _Lane = list[tuple[int, int, Sequence]]
+_WINDOW = 8
+"""How many of a lane are compared by what is cached of them."""
+MAX_PASSED = 8
+"""How often the one that has waited longest is passed by others of its owner, so that nobody waits for ever."""
 
 
 class WaitingQueue:
@@ -46,21 +51,27 @@ class WaitingQueue:
         self._pushes += 1
         heapq.heappush(self._lane_of(sequence), (sequence.arrival, self._pushes, sequence))
 
-    def candidate(self) -> Sequence | None:
-        """The sequence whose turn it is; it stays where it is."""
+    def candidate(self, num_cached: Callable[[Sequence], int] | None = None) -> Sequence | None:
+        """The sequence whose turn it is; it stays where it is. `num_cached` says how much of a prompt need not be computed;
+        it is asked only about sequences of the owner whose turn it is, and decides only between them."""
         first = self._top(self._front)
         if first is not None:
             return first
         while self._rotation:
-            first = self._top(self._lanes[self._rotation[0]])
+            lane = self._lanes[self._rotation[0]]
+            first = self._top(lane)
             if first is not None:
-                return first
+                return first if num_cached is None else self._most_cached(lane, first, num_cached)
             del self._lanes[self._rotation.popleft()]
         return None
 
     def take(self, sequence: Sequence) -> None:
         """The candidate leaves the queue: it is admitted, and its owner goes to the end of the round."""
         self.remove(sequence)
+        if not sequence.was_preempted:
+            passed = self._top(self._lanes.get(sequence.owner_index, []))
+            if passed is not None and passed.arrival < sequence.arrival:
+                passed.num_passed += 1
         if not sequence.was_preempted and self._rotation and self._rotation[0] == sequence.owner_index:
             self._rotation.rotate(-1)
 
@@ -125,6 +136,18 @@ class WaitingQueue:
             lane = self._lanes[sequence.owner_index] = []
             self._rotation.append(sequence.owner_index)
         return lane
+
+    def _most_cached(self, lane: _Lane, first: Sequence, num_cached: Callable[[Sequence], int]) -> Sequence:
+        if first.num_passed >= MAX_PASSED or len(lane) == 1:
+            return first
+        window: dict[Sequence, tuple[int, int, Sequence]] = {}
+        while lane and len(window) < _WINDOW:
+            entry = heapq.heappop(lane)
+            if entry[2] in self._ready:
+                window.setdefault(entry[2], entry)  # One that was elsewhere meanwhile may have two entries.
+        for entry in window.values():
+            heapq.heappush(lane, entry)
+        return max(window, key=lambda each: (num_cached(each), -each.arrival))
 
     def _top(self, lane: _Lane) -> Sequence | None:
         while lane:

@@ -84,6 +84,9 @@ class Sequence:
     tokens_kept: int | None = None  # told by `stop`
     let_go_at: float | None = None  # when an unconfirmed one is waited for no longer
 
+    # In the queue.
+    num_passed: int = 0  # how often a later one of the same owner was admitted before it
+
     # Accounting, of the first admission.
     admitted_at: float | None = None
     served: Served | None = None

@@ -172,7 +172,7 @@ def test_pages_come_in_order_and_repeated_ones_are_ignored() -> None:
 
 @pytest.mark.parametrize(
     "second",
-    [page((3, 2), number=2), page((2, 1), number=1, at=11), page((1, None), number=1), page((3, 2), number=1)],
+    [page((3, 1), number=2), page((2, 1), number=1, at=11), page((1, None), number=1), page((3, 2), number=1)],
     ids=["a page is missing", "of another snapshot", "a block twice", "a parent is missing"],
 )
 def test_a_snapshot_with_a_fault_is_asked_for_again(second: SnapshotPage) -> None:
