@@ -24,7 +24,7 @@ from engine.event_messages import (
     to_page,
     to_row,
 )
-from engine.events import Event, EventRing, Lost, Removed, SnapshotBlock, Stored
+from engine.events import Event, EventRing, Lost, SnapshotBlock, num_blocks_of
 
 MAX_SNAPSHOTS: Final = 4
 MAX_EVENTS_PER_BATCH: Final = 128
@@ -204,7 +204,7 @@ class EventReader:
         rows: list[EventRow] = []
         num_blocks = 0
         for numbered in found:
-            num_blocks += _num_blocks(numbered.event)
+            num_blocks += num_blocks_of(numbered.event)
             if rows and num_blocks > MAX_BLOCKS_PER_BATCH:
                 break
             rows.append(to_row(numbered))
@@ -217,13 +217,3 @@ class EventReader:
         self._feed.num_lost += 1
         self._cursor = next_event_id
         return EventsLost(self._feed.incarnation, first_event_id, next_event_id)
-
-
-def _num_blocks(event: Event) -> int:
-    match event:
-        case Stored():
-            return len(event.block_hashes)
-        case Removed():
-            return len(event.block_hashes)
-        case _:
-            return 1

@@ -78,6 +78,17 @@ class Updated:
 Event = Created | Stored | Removed | Updated
 
 
+def num_blocks_of(event: Event) -> int:
+    """How many blocks an event names."""
+    match event:
+        case Stored() | Removed():
+            return len(event.block_hashes)
+        case Updated():
+            return 1
+        case Created():
+            return 0
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotBlock:
     """One block of the index, as a snapshot has it (kv-semantics 6.3); its parent comes before it."""
@@ -108,13 +119,18 @@ class Lost:
     next_event_id: int
 
 
+MAX_BLOCKS_PER_EVENT_KEPT = 32
+"""On average: a ring that is full of long runs keeps fewer events, so that its memory has a bound that is no surprise."""
+
+
 class EventRing:
-    """The newest `capacity` events; 0 keeps none."""
+    """The newest `capacity` events, as long as they name few enough blocks; 0 keeps none."""
 
     def __init__(self, capacity: int, incarnation: str) -> None:
         self._capacity = capacity
         self._incarnation = incarnation
-        self._events: deque[NumberedEvent] = deque(maxlen=capacity)
+        self._events: deque[NumberedEvent] = deque()
+        self._num_blocks = 0
         self._next_id = 0
 
     @property
@@ -133,7 +149,10 @@ class EventRing:
             return
         for event in events:
             self._events.append(NumberedEvent(self._next_id, self._incarnation, HASH_ALGO, event))
+            self._num_blocks += num_blocks_of(event)
             self._next_id += 1
+            while len(self._events) > 1 and self._is_over():
+                self._num_blocks -= num_blocks_of(self._events.popleft().event)
 
     def read(self, cursor: int, limit: int) -> list[NumberedEvent] | Lost:
         """At most `limit` events from `cursor` on, or what a reader that fell behind has to know."""
@@ -142,3 +161,6 @@ class EventRing:
             return Lost(oldest)
         first = cursor - oldest
         return [self._events[index] for index in range(first, min(first + limit, len(self._events)))]
+
+    def _is_over(self) -> bool:
+        return len(self._events) > self._capacity or self._num_blocks > MAX_BLOCKS_PER_EVENT_KEPT * self._capacity

@@ -205,7 +205,7 @@ class EngineServer:
     def _own_figures(self) -> dict[str, int]:
         return {
             **self.counters,
-            "gateways": len(self.connections),
+            "gateways": len(self.connections) - len(self.feed.readers),
             "live": len(self._live),
             "event_consumers": len(self.feed.readers),
             "events": self.feed.ring.next_event_id,

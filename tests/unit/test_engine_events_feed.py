@@ -31,7 +31,17 @@ from engine.event_messages import (
     to_page,
     to_row,
 )
-from engine.events import Created, Event, NumberedEvent, Removed, SnapshotBlock, Stored, Updated
+from engine.events import (
+    MAX_BLOCKS_PER_EVENT_KEPT,
+    Created,
+    Event,
+    EventRing,
+    NumberedEvent,
+    Removed,
+    SnapshotBlock,
+    Stored,
+    Updated,
+)
 from engine.protocol import MAX_FRAME_BYTES, TO_GATEWAY
 
 
@@ -222,6 +232,18 @@ def test_an_event_is_the_same_after_its_journey(event: Event) -> None:
     frame = TO_GATEWAY.encode(EventBatch("aa", "x", (to_row(numbered),)))
 
     assert to_events(TO_GATEWAY.decode(frame[4:])) == [numbered]
+
+
+def test_a_ring_full_of_long_runs_keeps_fewer_events_and_always_the_newest() -> None:
+    ring = EventRing(10, "aa")
+    ring.append([removed(number, 100) for number in range(10)])
+    assert ring.next_event_id - ring.oldest_event_id == 10 * MAX_BLOCKS_PER_EVENT_KEPT // 100
+
+    ring.append([removed(0, 1000)])
+    assert (ring.oldest_event_id, ring.next_event_id) == (10, 11)
+
+    ring.append([removed(number) for number in range(20)])
+    assert (ring.oldest_event_id, ring.next_event_id) == (21, 31)
 
 
 def test_a_row_that_says_nothing_or_two_things_is_a_breach() -> None:
