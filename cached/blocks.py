@@ -52,6 +52,10 @@ MOVES: dict[int, frozenset[int]] = {
     QUARANTINED: frozenset({FREE}),
 }
 
+_NUM_STATES = len(STATE_NAMES)
+_IS_LEGAL = bytes([new in MOVES[old] for old in range(_NUM_STATES) for new in range(_NUM_STATES)])
+"""`MOVES` as one column, since it is asked for every move."""
+
 VISIBLE = frozenset({STORED, UNVERIFIED})
 INDEXED = frozenset({RESERVED, WAITING, STORED, UNVERIFIED})
 NO_SLOT = -1
@@ -164,7 +168,9 @@ class Blocks:
     def move(self, slot: int, state: int) -> None:
         """The one door: change a slot's state; a move that is not in `MOVES` is our bug."""
         old = self.state[slot]
-        assert state in MOVES[old], f"slot {slot} cannot go from {STATE_NAMES[old]} to {STATE_NAMES[state]}"
+        assert _IS_LEGAL[old * _NUM_STATES + state], (
+            f"slot {slot} cannot go from {STATE_NAMES[old]} to {STATE_NAMES[state]}"
+        )
         self.num_in_state[old] -= 1
         self.num_in_state[state] += 1
         self.state[slot] = state

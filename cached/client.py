@@ -13,14 +13,14 @@ copied into those slots any more.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cached.errors import PeerError, TierUnavailable, WireError
 from cached.keys import HASH_BYTES, OWNER_BYTES, OwnerId, self_test_vector
@@ -90,12 +90,17 @@ from cached.protocol import (
 from cached.protocol import Lease as LeaseRequest
 from cached.wire import FrameReader
 
+if TYPE_CHECKING:
+    from cached.guarded_mapping import GuardedMapping
+
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 REFUSED_BACKOFF_S = 2.0
 RECEIVE_BYTES = 256 * 1024
 
 _Reply = TypeVar("_Reply")
+_PRESENT = Present()
+_PENDING = Pending()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +135,8 @@ class TierClient:
         self._not_before = 0.0
         self._backoff_s = FIRST_BACKOFF_S
         self._is_patient = True
-        self._mapping: mmap.mmap | None = None
+        self._mapping: GuardedMapping | None = None
         self._mapped: tuple[int, int, int] | None = None
-        self._payload: memoryview | None = None
         self._payload_fd = -1
         self._held: set[int] = set()
         self._stale: set[int] = set()
@@ -141,17 +145,11 @@ class TierClient:
     @property
     def payload(self) -> memoryview | None:
         """The arena's bytes, mapped and writable, while there is a session; a former mapping lives as long as it is
-        referenced. None in a child forked since, until that has a session of its own.
-
-        Touching it can kill the process (SIGBUS) when a peer has cut the payload short: it is for handing to a device's
-        driver, and for tests. The processor's copies go through `read` and `write`, which answer False instead.
+        referenced. None in a child forked since, until that has a session of its own. For handing to a device's driver:
+        copies go through `read` and `write`, which notice when a peer has cut the payload short.
         """
-        if self.state != "ready" or os.getpid() != self._pid:
-            return None
-        if self._payload is None and self._mapped is not None:
-            self._mapping = mmap.mmap(self._payload_fd, self._mapped[2])
-            self._payload = memoryview(self._mapping)
-        return self._payload
+        mapping = self._map() if self.state == "ready" and os.getpid() == self._pid else None
+        return None if mapping is None else mapping.array.data
 
     def poll(self) -> Literal["ready", "absent"]:
         """Bring a reconnect forward without asking anything; call it now and then while idle."""
@@ -195,10 +193,8 @@ class TierClient:
         the payload short. The copy counts only if `release` answers True afterwards."""
         if lease.lease_id not in self._held or os.getpid() != self._pid:
             return False
-        try:
-            return os.preadv(self._payload_fd, [out], block.slot_offset) == len(out)
-        except OSError:
-            return False
+        mapping = self._map()
+        return mapping is not None and mapping.copy_out(block.slot_offset, out)
 
     # --- Writing --------------------------------------------------------------------------------------------
 
@@ -217,10 +213,8 @@ class TierClient:
         another's by now, or when there is no memory for it: abort the reservation then."""
         if reserved.reservation not in self._held or os.getpid() != self._pid:
             return False
-        try:
-            return os.pwritev(self._payload_fd, [data], reserved.slot_offset) == len(data)
-        except OSError:
-            return False
+        mapping = self._map()
+        return mapping is not None and mapping.copy_in(reserved.slot_offset, data)
 
     def commit(self, items: Sequence[tuple[int, int]]) -> list[CommitOutcome]:
         """`(reservation, xxh3_64 of the payload)` of blocks that are in place; one outcome each."""
@@ -473,9 +467,21 @@ class TierClient:
             for fd in fds:
                 os.close(fd)
 
+    def _map(self) -> GuardedMapping | None:
+        """The mapping to copy through; a new one when the last was spoiled. None while the payload is cut short."""
+        if self._mapping is not None and self._mapping.is_spoiled:
+            self._mapping = None
+        if self._mapping is None and self._mapped is not None:
+            from cached.guarded_mapping import GuardedMapping  # numpy and numba, which an observer does without.
+
+            with contextlib.suppress(OSError, ValueError):
+                self._mapping = GuardedMapping(self._payload_fd, self._mapped[2])
+                threading.Thread(target=_populate, args=(self._mapping,), name="tier-populate", daemon=True).start()
+        return self._mapping
+
     def _forget_payload(self) -> None:
         """A mapping that somebody still refers to lives on, its descriptor does not."""
-        self._payload = self._mapping = self._mapped = None
+        self._mapping = self._mapped = None
         if self._payload_fd >= 0:
             os.close(self._payload_fd)
             self._payload_fd = -1
@@ -589,13 +595,14 @@ class TierClient:
             if slots and max(slots) >= welcome.num_slots:
                 raise ValueError
             places = zip(numbers, slots, strict=True)
+            slot_bytes = welcome.slot_bytes
             outcomes: list[ReserveOutcome] = []
             for code in reply.outcomes:
                 if code == RESERVED:
                     number, slot = next(places)
-                    outcomes.append(Reserved(number, slot * welcome.slot_bytes))
+                    outcomes.append(Reserved(number, slot * slot_bytes))
                 elif code < FIRST_REFUSAL:
-                    outcomes.append(Present() if code == PRESENT else Pending())
+                    outcomes.append(_PRESENT if code == PRESENT else _PENDING)
                 else:
                     outcomes.append(Refused(REFUSAL_REASONS[code - FIRST_REFUSAL]))
         except (ValueError, IndexError):
@@ -603,6 +610,12 @@ class TierClient:
             return None
         self._held.update(numbers)
         return outcomes
+
+
+def _populate(mapping: GuardedMapping) -> None:
+    """Decision 5: engines populate their own mapping in the background."""
+    while mapping.populate_next():
+        pass
 
 
 def _read_events(reply: EventsReply) -> tuple[TierEvent, ...]:

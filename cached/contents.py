@@ -84,18 +84,20 @@ class Contents:
 
     def reveal(self, slot: int) -> None:
         """Make a committed block visible, and with it those that waited for it."""
-        columns = self.blocks
+        columns, counters = self.blocks, self.counters
         todo = [slot]
         for each in todo:  # Grows while it is walked.
             columns.move(each, slots.STORED)
-            self.counters.stored += 1
-            self.counters.used[columns.priority[each]] += 1
+            counters.stored += 1
+            counters.used[columns.priority[each]] += 1
             self._write_record(each)
             if columns.deadline[each] != NEVER:
                 self._schedule_expiry(each)
             self._happened(events.STORED, each)
             if columns.first_child[each] == NO_SLOT:
-                self.settle_order(each)
+                self.order.add(
+                    each, columns.owner[each], columns.priority[each], columns.tick[each], columns.depth[each]
+                )
             else:
                 todo += [child for child in columns.children(each) if columns.state[child] == slots.WAITING]
 
@@ -173,8 +175,7 @@ class Contents:
     def evict(self, slot: int) -> None:
         """An idle leaf gives way."""
         owner = self.owners.id_of(self.blocks.owner[slot])
-        self.counters.evicted[self.blocks.priority[slot]] += 1
-        self.counters.count_eviction(owner)
+        self.counters.count_eviction(owner, self.blocks.priority[slot])
         self._forget(slot, slots.FREE)
 
     def forget_family(self, slot: int) -> None:

@@ -60,8 +60,9 @@ class StoreCounters:
             mine = self.refused_by_owner[owner] = {}
         mine[reason] = mine.get(reason, 0) + 1
 
-    def count_eviction(self, owner: bytes) -> None:
+    def count_eviction(self, owner: bytes, priority: int) -> None:
         """One block of `owner` gave way."""
+        self.evicted[priority] += 1
         if owner in self.evicted_by_owner or len(self.evicted_by_owner) < MAX_OWNERS:
             self.evicted_by_owner[owner] = self.evicted_by_owner.get(owner, 0) + 1
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cached.blocks import EXPIRED, ORPHANED, QUARANTINED, RESERVED
 from cached.protocol import NEVER
 from cached.records import Holder
 
 
-@dataclass(frozen=True, slots=True)
-class ReservationHolding:
+class ReservationHolding(NamedTuple):
     """A session may write into `slot`; after `deadline` it may no longer commit."""
 
     session: int
@@ -24,8 +24,7 @@ class ReservationHolding:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseHolding:
+class LeaseHolding(NamedTuple):
     """A session reads `slots`, which held content of these `generations` when the lease began."""
 
     session: int

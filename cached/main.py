@@ -44,6 +44,8 @@ def run(config: CachedConfig) -> int:
         # What was made so far lives as long as the process; the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        # Nothing here makes cycles by the request; a collection in the middle of one is only a late reply.
+        gc.set_threshold(100_000, 50, 100)
         try:
             server.run(lambda: _ready(config, arena, server))
         except CachedError as error:

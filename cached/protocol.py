@@ -29,7 +29,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cached.keys import BlockHash, OwnerId
 from cached.retention import OnExpiry
@@ -105,8 +105,7 @@ class OfferedBlock:
     owner: OwnerId
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(NamedTuple):
     """A slot to copy the block into: at `slot_offset` of the payload, then `commit` or `abort` the reservation."""
 
     reservation: int

@@ -56,19 +56,9 @@ class Holder(NamedTuple):
 
 def pack_stored(slot: int, record: StoredRecord) -> bytes:
     """The bytes of a stored block's record."""
+    key, parent, namespace, priority, deadline, drops, owner, length, checksum, generation, tick = record
     body = _BODY.pack(
-        _STORED,
-        record.drops,
-        record.priority,
-        record.namespace,
-        record.length,
-        record.key,
-        record.parent,
-        record.owner,
-        record.deadline,
-        record.checksum,
-        record.generation,
-        record.tick,
+        _STORED, drops, priority, namespace, length, key, parent, owner, deadline, checksum, generation, tick
     )
     return with_sum(slot, body)
 

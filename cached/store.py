@@ -426,7 +426,9 @@ class BlockStore:
 
     def _victim(self, owner: int, priority: int, at_ceiling: bool) -> int | None:
         """The block that gives way to a newcomer of `owner`, which is counted already."""
-        owners, order = self.owners, self._contents.order
+        owners, order = self._contents.owners, self._contents.order
+        if order.count_of(owner) == len(order):  # Nobody else has anything to give.
+            return order.least_valuable(owner, priority)
         return host_victim(order, owners.held.__getitem__, owners.floors.__getitem__, owner, priority, at_ceiling)
 
     def _reason(self, owner: int, priority: int, at_ceiling: bool) -> RefusalReason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -12,13 +13,14 @@ import textwrap
 import threading
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cached.client import TierClient
 from cached.keys import owner_id
-from cached.protocol import Pending, Present, Refused, Reserved, TierHello
+from cached.protocol import OwnerShare, Pending, Present, Refused, Reserved, TierHello
 from cached.records import HEADER_BYTES, RECORD_BYTES
 from tests.support.cached_daemon import (
     BLOCK_BYTES,
@@ -308,6 +310,137 @@ def test_a_scribbled_block_is_reported_and_goes(daemon: Daemon) -> None:
 
     assert client.lookup(names) == 1
     assert daemon.stats()["corrupt"] == 1
+
+
+def test_a_payload_cut_short_under_a_copy_is_a_miss_and_mended(daemon: Daemon) -> None:
+    """Touching a mapping of a file that was cut short raises SIGBUS, which used to take the engine down."""
+    client, peer_client = daemon.client(), daemon.client()
+    names = chain("cut", 6)
+    store(client, names)
+    assert load(client, names) == contents(names)
+    assert peer_client.poll() == "ready"
+
+    os.ftruncate(peer_client._payload_fd, 2 * SLOT_BYTES)
+
+    copies = load(client, names)
+    assert copies == contents(names)[: len(copies)]
+    assert len(copies) <= 2
+    wait_until(lambda: daemon.stats()["payload_mended"] == 1)
+    wait_until(lambda: daemon.stats()["unverified"] == 0)
+    assert daemon.stats()["corrupt"] >= 1
+    again = chain("after the cut", 6)
+    assert store(client, again) == ["stored"] * 6
+    assert load(client, again) == contents(again)
+
+
+def test_a_hole_punched_into_the_payload_is_noticed_and_filled(daemon: Daemon) -> None:
+    client = daemon.client()
+    names = chain("hole", 4)
+    store(client, names)
+    libc = ctypes.CDLL(None, use_errno=True)
+    keep_size_and_punch = 3
+
+    assert libc.fallocate(client._payload_fd, keep_size_and_punch, ctypes.c_long(0), ctypes.c_long(2**20)) == 0
+
+    wait_until(lambda: daemon.stats()["payload_mended"] == 1)
+    wait_until(lambda: daemon.stats()["unverified"] == 0)
+    assert client.lookup(names) == 0
+    assert (daemon.arena_dir / "payload").stat().st_blocks * 512 >= 2**20
+
+
+# --- The owners' shares ---
+
+
+def test_a_flood_cannot_take_an_owner_below_its_floor_and_the_table_outlives_the_daemon(daemon: Daemon) -> None:
+    quiet, noisy = owner_id("quiet"), owner_id("noisy")
+    client = daemon.client()
+    mine = chain("mine", 8)
+    store(client, mine, owner=quiet)
+    table = [OwnerShare(quiet, 1.0, 8, None), OwnerShare(noisy, 1.0, 0, 100)]
+    assert client.set_owners(7, table) == "taken"
+
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: client.poll() == "ready")
+    assert client.set_owners(6, []) == "older"
+    assert client.set_owners(7, table) == "known"
+    for number in range(4):
+        store(client, chain(("flood", number), 60), priority=100, owner=noisy)
+
+    wait_until(lambda: client.lookup(mine) == 8)
+    found = daemon.observer().owners()
+    assert found is not None
+    assert (found.version, {line.owner: line.held for line in found.owners}) == (7, {quiet: 8, noisy: 100})
+    assert {line.owner: line.ceiling for line in found.owners} == {quiet: None, noisy: 100}
+
+
+def test_floors_beyond_the_capacity_are_refused_whole(daemon: Daemon) -> None:
+    client = daemon.client()
+    assert client.set_owners(1, [OwnerShare(owner_id("one"), 1.0, 100, None)]) == "taken"
+
+    refused = client.set_owners(
+        2, [OwnerShare(owner_id("one"), 1.0, 100, None), OwnerShare(owner_id("two"), 1.0, 29, None)]
+    )
+
+    assert refused == "floors_exceed_capacity"
+    assert (daemon.stats()["shares_version"], daemon.stats()["floors_total"]) == (1, 100)
+
+
+# --- Events ---
+
+
+def test_what_happens_in_the_tier_can_be_followed_by_any_number_of_readers(daemon: Daemon) -> None:
+    client = daemon.client()
+    names = chain("events", 2)
+    store(client, names, owner=owner_id("x"))
+    client.touch([(names[1], 80, None, "demote")])
+    daemon.observer().drop_owner(owner_id("x"))
+
+    first, second = client.events(0), daemon.observer().events(0)
+
+    assert first is not None
+    assert first == second
+    assert [(event.event_id, event.kind, event.block_hash) for event in first.events] == [
+        (1, "stored", names[0]),
+        (2, "stored", names[1]),
+        (3, "updated", names[1]),
+        (4, "removed", names[1]),
+        (5, "removed", names[0]),
+    ]
+    assert [event.parent for event in first.events[:2]] == [None, names[0]]
+    assert (first.events[2].old_priority, first.events[2].priority) == (35, 80)
+    assert client.events(first.last) == replace(first, events=())
+
+
+def test_a_reader_that_fell_behind_is_told_and_can_list_what_is_there(directory: Path) -> None:
+    daemon = Daemon(directory, event_buffer_max_size=4)
+    daemon.start()
+    names = chain("behind", 9)
+    store(daemon.client(), names)
+
+    found = daemon.observer().events(2)
+
+    assert found is not None
+    assert (found.lost, found.last, len(found.events)) == (True, 9, 4)
+    assert {block.block_hash: block.parent for block in daemon.observer().blocks()} == dict(
+        zip(names, [None, *names[:-1]], strict=True)
+    )
+    assert list(daemon.observer().blocks("ffffffff")) == []
+    daemon.close()
+
+
+def test_verifying_on_demand_finds_what_went_bad(daemon: Daemon) -> None:
+    client = daemon.client()
+    names = chain("demand", 5)
+    store(client, names)
+    assert client.payload is not None
+    client.payload[3 * SLOT_BYTES + 1] ^= 1
+
+    assert daemon.observer().verify() == 5
+
+    wait_until(lambda: daemon.stats()["unverified"] == 0)
+    assert daemon.stats()["corrupt"] == 1
+    assert client.lookup(names) == 3
 
 
 # --- Engines that die, fork, or say nothing ---

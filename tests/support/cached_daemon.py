@@ -18,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from cached.client import TierClient
 from cached.keys import NO_OWNER, BlockHash, OwnerId
+from cached.observer import TierObserver
 from cached.protocol import OfferedBlock, Reserved, TierHello
 
 BLOCK_BYTES = 5000
@@ -82,6 +83,11 @@ class Daemon:
         client = TierClient(self.socket, hello, timeout_s)
         self.clients.append(client)
         return client
+
+    def observer(self) -> TierObserver:
+        observer = TierObserver(self.socket, 2.0)
+        self.clients.append(observer)
+        return observer
 
     def stats(self) -> dict[str, object]:
         observer = TierClient(self.socket, None, 2.0)

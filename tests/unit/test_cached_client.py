@@ -194,11 +194,13 @@ def test_the_same_payload_keeps_its_mapping_over_a_reconnect(fake: FakeDaemon) -
     client = make_client(fake)
     client.poll()
     before = client.payload
+    assert before is not None
     client._lose(is_breach=False)
     client._not_before = 0.0
 
     client.poll()
 
-    assert client.payload is before
+    assert client.payload is not None
+    assert client.payload.obj is before.obj
     assert before is not None
     assert len(before) == PAYLOAD_BYTES

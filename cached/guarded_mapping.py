@@ -1,0 +1,164 @@
+"""A mapping of the payload whose copies survive that a peer cuts the file short: such a copy is spoiled, not the process.
+
+Touching a page of a file that is not there any more raises SIGBUS. For faults within a guarded mapping a handler puts an
+empty page of the process's own in the place and counts; whoever copied sees the count and knows that the copy is worth
+nothing. Faults elsewhere go to whatever handled them before. When to copy, and what a spoiled copy means, is the client's.
+
+The handler is machine code without Python in it (numba), since it runs in the middle of a copy, on any thread, with or
+without the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import signal
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+
+MAX_MAPPINGS = 64
+"""Guarded mappings of one process at once; the ones before the last live only as long as somebody refers to them."""
+PIECE_BYTES = 16 * 2**20
+
+_MADV_POPULATE_WRITE = 23
+_SA_SIGINFO = 4
+
+
+class _SigAction(ctypes.Structure):
+    """glibc's `struct sigaction`."""
+
+    _fields_ = [
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ulong * 16),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    ]
+
+
+class GuardedMapping:
+    """One shared, writable mapping of the first `length` bytes of a file. Raises ValueError or OSError when the file is
+    shorter. Unmapped when nobody refers to it, or to `array`, any more."""
+
+    def __init__(self, fd: int, length: int) -> None:
+        self._guard = _guard()
+        self._mapping = mmap.mmap(fd, length)
+        self.array = np.frombuffer(self._mapping, np.uint8)
+        self._length = length
+        self._populated = 0
+        self._place = self._guard.add(self.array.ctypes.data, length)
+        self._faults = self._guard.faults_at(self._place)
+        # The mapping outlives this object while a view of it does, and is guarded as long.
+        weakref.finalize(self._mapping, self._guard.remove, self._place).atexit = False
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether a page was missing when somebody touched it: this mapping is to be replaced by another one."""
+        return self._guard.faults_at(self._place) != self._faults
+
+    def copy_out(self, offset: int, out: memoryview) -> bool:
+        """Copy to `out`; False: bytes were missing."""
+        np.copyto(np.frombuffer(out, np.uint8), self.array[offset : offset + len(out)])
+        return not self.is_spoiled
+
+    def copy_in(self, offset: int, data: memoryview) -> bool:
+        """Copy from `data`; False: bytes went nowhere."""
+        np.copyto(self.array[offset : offset + len(data)], np.frombuffer(data, np.uint8))
+        return not self.is_spoiled
+
+    def populate_next(self) -> bool:
+        """Make the next piece's pages present in this process, so that no copy pays for it; False: that was all, or it
+        cannot be done. May run in a thread of its own."""
+        size = min(PIECE_BYTES, self._length - self._populated)
+        if size <= 0:
+            return False
+        address = self.array.ctypes.data + self._populated
+        self._populated += size
+        libc = ctypes.CDLL(None, use_errno=True)
+        return int(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)) == 0
+
+
+class _Guard:
+    """The process's handler and the table it reads: a row `start, end, faults` per mapping, zeros where there is none."""
+
+    def __init__(self) -> None:
+        self._table = np.zeros((MAX_MAPPINGS, 3), np.int64)
+        self._former = _SigAction()
+        self._handler = _compile(self._table.ctypes.data, ctypes.addressof(self._former))
+        mine = _SigAction(handler=self._handler.address, flags=_SA_SIGINFO)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.sigaction(int(signal.SIGBUS), ctypes.byref(mine), ctypes.byref(self._former)) != 0:
+            raise OSError(ctypes.get_errno(), "cannot handle SIGBUS")
+
+    def add(self, start: int, length: int) -> int:
+        """Guard [start, start + length); says in which row."""
+        free = np.flatnonzero(self._table[:, 0] == 0)
+        if not len(free):
+            raise OSError(f"{MAX_MAPPINGS} mappings of payloads are guarded already; somebody holds on to old ones")
+        place = int(free[0])
+        self._table[place, 1] = start + length
+        self._table[place, 0] = start
+        return place
+
+    def remove(self, place: int) -> None:
+        """Guard it no longer."""
+        self._table[place, 0] = 0
+
+    def faults_at(self, place: int) -> int:
+        """Pages of a mapping that were missing so far."""
+        return int(self._table[place, 2])
+
+
+def prepare() -> None:
+    """Compile and install the handler now (half a second), and not in the middle of the first copy."""
+    _guard()
+
+
+@functools.cache
+def _guard() -> _Guard:
+    if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise OSError("payloads are mapped on 64-bit Linux only")
+    return _Guard()
+
+
+def _compile(table: int, former: int) -> Any:
+    """The handler, for a table and a former action at these addresses."""
+    from numba import carray, cfunc, extending, types
+    from numba.core import cgutils
+
+    def to_pointer(_typing: Any, address: Any) -> Any:
+        def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+        return types.voidptr(address), build
+
+    pointer: Any = extending.intrinsic(to_pointer)
+
+    libc = ctypes.CDLL(None)
+    map_page = libc.mmap
+    map_page.restype = ctypes.c_void_p
+    ints = ctypes.c_int, ctypes.c_int, ctypes.c_int
+    map_page.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *ints, ctypes.c_long]
+    set_action = libc.sigaction
+    set_action.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    page = os.sysconf("SC_PAGE_SIZE")
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED, which Python does not name.
+
+    @cfunc(types.void(types.int32, types.voidptr, types.voidptr))
+    def handle(number: Any, info: Any, _context: Any) -> None:
+        address = carray(info, 4, np.int64)[2]  # si_addr
+        rows = carray(pointer(table), (MAX_MAPPINGS, 3), np.int64)
+        for row in range(MAX_MAPPINGS):
+            if rows[row, 0] != 0 and rows[row, 0] <= address and address < rows[row, 1]:
+                rows[row, 2] += 1
+                map_page(pointer(address // page * page), page, access, kind, -1, 0)
+                return
+        # Not ours: the instruction runs again, under whatever was in force before.
+        set_action(number, pointer(former), pointer(0))
+
+    return handle
