@@ -16,13 +16,14 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-from cached.eviction import EvictionOrder, device_giver, device_victim, place_of, rank_at, rank_of
 from cached.keys import BlockHash, OwnerId, fingerprint
 from cached.retention import DEFAULT_PRIORITY, MAX_PRIORITY, OnExpiry, Retention, demoted_priority
 from engine.event_log import EventLog
 from engine.events import Event
+from engine.idle_leaves import IdleLeaves
 from engine.index_columns import IndexColumns
 from engine.interning import InternTable
+from engine.owner_shares import Claim, OwnerShares
 from engine.prefix_tree import PrefixTree
 from engine.retention_clock import NEVER, RetentionClock
 
@@ -61,10 +62,9 @@ class BlockPool:
         self._num_idle = 0
         self._num_departing = 0  # unindexed and unused, but their copy is not over
         self._ticks = 0
-        self._order = EvictionOrder(num_blocks)
+        self._leaves = IdleLeaves(self.tree, self._owner, self._priority, self._tick, self._is_evictable)
         self._clock = RetentionClock(num_blocks)
-        self._held_by: dict[int, int] = {}  # owner → blocks, free ones excluded
-        self._weights: dict[OwnerId, float] = {}
+        self._shares = OwnerShares(num_blocks, self.owners)
         self._events = EventLog(TIER, num_blocks) if record_events else None
         self._event_token_ids = event_token_ids
         self.indexed_by_priority = array("i", bytes(4 * (MAX_PRIORITY + 1)))
@@ -112,7 +112,7 @@ class BlockPool:
         return bool(self._is_evictable[block])
 
     def is_idle_leaf(self, block: int) -> bool:
-        return block in self._order
+        return block in self._leaves
 
     def is_held(self, block: int) -> bool:
         return self._holds[block] > 0
@@ -166,7 +166,7 @@ class BlockPool:
 
     def set_weights(self, weights: dict[OwnerId, float]) -> None:
         """Weights of owners on the device (kv-semantics 4.3); an owner that is not named has 1."""
-        self._weights = dict(weights)
+        self._shares.set_weights(weights)
 
     # Blocks come and go.
 
@@ -229,7 +229,7 @@ class BlockPool:
                 self._is_evictable[block] = 1
                 self._num_evictable += 1
                 if not has_children(block):
-                    self._order.add(block, self._owner[block], self._priority[block], tick, self.tree.depth(block))
+                    self._leaves.add(block)
         for deadline, those in expiring.items():
             self._clock.start_all(those, deadline)
 
@@ -276,12 +276,12 @@ class BlockPool:
 
     def take_over(self, block: int, owner: int) -> None:
         """Turn an idle leaf into a private block of `owner`, content and all (kv-semantics 3.5 without copying)."""
-        assert block in self._order
+        assert block in self._leaves
         self._tell_removed((block,))
         self._unindex(block)
         self._forget_content((block,))
-        self._charge(owner, 1)
-        self._charge(self._owner[block], -1)
+        self._shares.charge(owner, 1)
+        self._shares.charge(self._owner[block], -1)
         self._owner[block] = owner
         self._ref_count[block] = 1
 
@@ -407,41 +407,19 @@ class BlockPool:
     # Below: one door for each kind of change.
 
     def _evict(self, missing: int, allocating: int, owner: int, depart: Callable[[int], bool] | None) -> None:
-        held_by = self._held_by
-        weights = {index: self._weight(index) for index in {*held_by, owner}}
-        blocks_per_weight = self.num_blocks / sum(weights.values())
-
-        def held(index: int) -> int:
-            return held_by.get(index, 0) + (allocating if index == owner else 0)
-
-        def share(index: int) -> float:
-            return weights[index] * blocks_per_weight
-
+        claim = self._shares.claim(owner, allocating)
         if depart is not None:
-            self._evict_departing(missing, held, share, depart)
+            self._evict_departing(missing, claim, depart)
             return
         while missing:
-            giver, rest = device_giver(self._order, held, share) if len(weights) > 1 else (None, 0.0)
-            most = missing
-            if giver is not None:
-                # It gives while it is furthest above its share; at least the one for which it was chosen.
-                left, its_share, most = held(giver) - 1, share(giver), 1
-                while most < missing and left - its_share > rest:
-                    left, most = left - 1, most + 1
-            chain = self._next_chain(giver, most)
+            chain = self._leaves.next_chain(claim, missing)
             self._drop_chain(chain)
             missing -= len(chain)
 
-    def _evict_departing(
-        self,
-        missing: int,
-        held: Callable[[int], int],
-        share: Callable[[int], float],
-        depart: Callable[[int], bool],
-    ) -> None:
+    def _evict_departing(self, missing: int, claim: Claim, depart: Callable[[int], bool]) -> None:
         """One by one, since a victim whose copy begins is not to be had yet, and pins its ancestors."""
         for _ in range(missing):
-            block = device_victim(self._order, held, share)
+            block = self._leaves.next_victim(claim)
             if block is None:
                 return  # The ancestors of those that depart are being copied, too.
             if not depart(block):
@@ -450,33 +428,6 @@ class BlockPool:
             self._count_evicted((block,))
             self._tell_removed((block,))
             self._leave_index(block, is_held=True)
-
-    def _next_chain(self, giver: int | None, most: int) -> list[int]:
-        """The next victims, at most so many: the first leaf in the order (of one owner, or of all), and above it what would
-        come next anyway. So a chain costs one place in the order, not one a block.
-
-        Blocks of another owner end the chain: with them the choice between owners begins anew.
-        """
-        block = self._order.least_valuable(giver)
-        assert block is not None, "evictable blocks are counted, so there is a victim"
-        self._order.discard(block)
-        chain, owner = [block], self._owner[block]
-        next_place = self._order.first_place(giver)
-        next_rank = None if next_place is None else rank_at(next_place)
-        owners, priorities, ticks, is_evictable = self._owner, self._priority, self._tick, self._is_evictable
-        lone_parent = self.tree.lone_parent
-        while len(chain) < most:
-            block = lone_parent(block)
-            if block < 0 or not is_evictable[block] or owners[block] != owner:
-                break
-            if next_rank is not None:
-                rank = rank_of(priorities[block], ticks[block])
-                if rank > next_rank:
-                    break
-                if rank == next_rank and place_of(rank, self.tree.depth(block), block) > next_place:  # type: ignore[operator]
-                    break
-            chain.append(block)
-        return chain
 
     def _drop_chain(self, chain: list[int]) -> None:
         """Free evictable blocks of one owner, a leaf and those above it, without asking what is known: this is what eviction
@@ -495,12 +446,12 @@ class BlockPool:
             is_evictable[block] = 0
             if deadlines[block] != NEVER:
                 self._clock.stop(block)
-        self._order.discard(chain[0])
+        self._leaves.discard(chain[0])
         self.namespaces.release(namespace, len(chain))
-        self._charge(owner, -len(chain))
+        self._shares.charge(owner, -len(chain))
         self._free.extend(chain)
         if node >= 0 and is_evictable[node] and not self.tree.has_children(node):
-            self._order.add(node, self._owner[node], self._priority[node], self._tick[node], self.tree.depth(node))
+            self._leaves.add(node)
 
     def _count_evicted(self, blocks: Sequence[int]) -> None:
         evicted, priorities, was_matched = self._evictions_by_priority, self._priority, self._was_matched
@@ -518,9 +469,6 @@ class BlockPool:
         else:
             self._give_free(block)
 
-    def _weight(self, owner: int) -> float:
-        return self._weights.get(OwnerId(self.owners.value(owner)), 1.0) if self._weights else 1.0
-
     def _take_free(self, count: int, owner: int) -> list[int]:
         blocks = self._free[len(self._free) - count :]
         blocks.reverse()
@@ -530,7 +478,7 @@ class BlockPool:
             ref_count[block] = 1
             owners[block] = owner
         self._forget_content(blocks)
-        self._charge(owner, count)
+        self._shares.charge(owner, count)
         return blocks
 
     def _forget_content(self, blocks: Sequence[int]) -> None:
@@ -543,23 +491,8 @@ class BlockPool:
             in_tier_since[block] = -NEVER
 
     def _give_free(self, block: int) -> None:
-        self._charge(self._owner[block], -1)
+        self._shares.charge(self._owner[block], -1)
         self._free.append(block)
-
-    def _charge(self, owner: int, count: int) -> None:
-        """So many blocks more (or fewer) are the owner's; its number lives as long as it has one."""
-        if not count:
-            return
-        before = self._held_by.get(owner, 0)
-        after = before + count
-        if after:
-            self._held_by[owner] = after
-        else:
-            del self._held_by[owner]
-        if after and not before:
-            self.owners.acquire_index(owner)
-        elif before and not after:
-            self.owners.release(owner)
 
     def _index(self, blocks: Sequence[int], node: int, namespace: int, is_written: bool) -> None:
         self.namespaces.acquire_index(namespace, len(blocks))
@@ -605,9 +538,9 @@ class BlockPool:
             self._is_evictable[block] = is_evictable
             self._num_evictable += 1 if is_evictable else -1
         if is_evictable and not self.tree.has_children(block):
-            self._order.add(block, self._owner[block], self._priority[block], self._tick[block], self.tree.depth(block))
+            self._leaves.add(block)
         else:
-            self._order.discard(block)
+            self._leaves.discard(block)
 
     def _set_priority(self, block: int, priority: int) -> None:
         old = self._priority[block]
@@ -618,7 +551,7 @@ class BlockPool:
             return
         self.indexed_by_priority[old] -= 1
         self.indexed_by_priority[priority] += 1
-        if block in self._order:
+        if block in self._leaves:
             self._settle(block)
         block_hash = self.tree.hash_of(block)
         if self._events is not None and self._is_written[block] and block_hash is not None:
@@ -647,7 +580,7 @@ class BlockPool:
     def check_invariants(self) -> None:
         """Raise AssertionError where a structure contradicts another; slow and complete."""
         self.tree.check_invariants()
-        self._order.check_invariants()
+        self._leaves.check_order()
         free = set(self._free)
         assert len(free) == len(self._free)
         held_by: dict[int, int] = {}
@@ -657,10 +590,7 @@ class BlockPool:
             is_free = not is_indexed and not self._ref_count[block] and not self._holds[block]
             assert is_free == (block in free), f"block {block}"
             assert self._is_evictable[block] == (is_indexed and not self._ref_count[block] and not self._holds[block])
-            is_leaf = bool(self._is_evictable[block]) and not self.tree.has_children(block)
-            assert is_leaf == (block in self._order)
-            if is_leaf:
-                assert self._order.key_of(block) == (self._priority[block], self._tick[block], -self.tree.depth(block))
+            self._leaves.check_invariants(block)
             is_idle = is_indexed and not self._ref_count[block]
             assert self._clock.is_running(block) == (is_idle and self._deadline[block] != NEVER)
             if not is_free:
@@ -674,7 +604,7 @@ class BlockPool:
             if self._holds[block] and not self._ref_count[block] and not self.tree.is_indexed(block)
         )
         assert departing == self._num_departing
-        assert held_by == self._held_by
+        assert held_by == self._shares.held_by
         assert histogram == list(self.indexed_by_priority)
         assert self._num_evictable == sum(self._is_evictable)
         idle = sum(1 for block in self.tree.indexed() if not self._ref_count[block])
