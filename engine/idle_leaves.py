@@ -99,7 +99,10 @@ class IdleLeaves:
 def _num_to_give(held: int, share: float, rest: float, most: int) -> int:
     """How many blocks an owner gives, one after the other, while it is further above its share than `rest`; at least the
     one for which it was chosen."""
-    count = 1
+    count = min(most, max(1, int(held - share - rest)))
+    # Exactly as if each had been asked about alone, whatever rounding did above.
+    while count > 1 and not held - (count - 1) - share > rest:
+        count -= 1
     while count < most and held - count - share > rest:
         count += 1
     return count
