@@ -35,6 +35,8 @@ def main() -> None:
         daemon = Daemon(directory, host_cache_size=2 * NUM_BLOCKS * BLOCK_BYTES)
         daemon.start()
         client = daemon.client(hello=HELLO, timeout_s=5.0)
+        while client.poll() != "ready" or daemon.stats()["allocated_bytes"] != 2 * pool.nbytes:
+            time.sleep(0.01)
         for number in range(ROUNDS + 1):
             off, on = chain(f"off {number}", NUM_BLOCKS), chain(f"on {number}", NUM_BLOCKS)
             for kind, what in (

@@ -81,6 +81,7 @@ from cached.protocol import (
     TierHello,
     Touch,
     Welcome,
+    cut,
     f64s,
     read_f64s,
     read_u32s,
@@ -94,7 +95,10 @@ if TYPE_CHECKING:
     from cached.guarded_mapping import GuardedMapping
 
 FIRST_BACKOFF_S = 0.05
+ABSENT_BACKOFF_S = 0.2
+"""Between attempts where nobody listens, which costs next to nothing, so that hits resume soon after a restart."""
 LAST_BACKOFF_S = 1.0
+"""After a breach of the deadline, which costs whoever waits."""
 REFUSED_BACKOFF_S = 2.0
 RECEIVE_BYTES = 256 * 1024
 
@@ -510,7 +514,7 @@ class TierClient:
 
     def _back_off(self) -> None:
         self._not_before = time.monotonic() + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+        self._backoff_s = min(2 * self._backoff_s, ABSENT_BACKOFF_S)
 
     def _disconnect(self) -> None:
         if self._sock is not None:
@@ -642,13 +646,6 @@ def _read_events(reply: EventsReply) -> tuple[TierEvent, ...]:
         )
         for at, (kind, key, parent, namespace, owner, old, new) in enumerate(rows)
     )
-
-
-def cut(column: bytes, width: int) -> list[bytes]:
-    """A column of values of one width; raises ValueError when bytes are left over."""
-    if len(column) % width:
-        raise ValueError(f"{len(column)} bytes are no column of width {width}")
-    return [column[at : at + width] for at in range(0, len(column), width)]
 
 
 def _join(hashes: Sequence[bytes]) -> bytes:

@@ -68,11 +68,12 @@ class Contents:
         slot = self.free.pop()
         columns = self.blocks
         columns.move(slot, slots.RESERVED)
-        columns.enter(slot, offer.key, parent)
-        columns.namespace[slot] = offer.namespace
-        columns.priority[slot] = offer.priority
-        columns.deadline[slot] = offer.deadline
-        columns.drops[slot] = offer.drops
+        key, _, namespace, priority, deadline, drops, _ = offer
+        columns.enter(slot, key, parent)
+        columns.namespace[slot] = namespace
+        columns.priority[slot] = priority
+        columns.deadline[slot] = deadline
+        columns.drops[slot] = drops
         columns.reused[slot] = 0
         columns.owner[slot] = owner
         self.generation += 1
@@ -174,9 +175,20 @@ class Contents:
 
     def evict(self, slot: int) -> None:
         """An idle leaf gives way."""
-        owner = self.owners.id_of(self.blocks.owner[slot])
-        self.counters.count_eviction(owner, self.blocks.priority[slot])
-        self._forget(slot, slots.FREE)
+        columns, counters = self.blocks, self.counters
+        priority, owner = columns.priority[slot], columns.owner[slot]
+        counters.count_eviction(self.owners.id_of(owner), priority)
+        # What `_forget` does, for a slot of which much is known already: this is the price of every store when full.
+        counters.used[priority] -= 1
+        counters.dropped_unused += not columns.reused[slot]
+        self._happened(events.REMOVED, slot)
+        self.order.discard(slot)
+        parent = columns.leave(slot)
+        columns.generation[slot] = 0
+        self.owners.leave(owner)
+        self.free_slot(slot)
+        if parent != NO_SLOT and columns.first_child[parent] == NO_SLOT:
+            self.settle_order(parent)
 
     def forget_family(self, slot: int) -> None:
         """Take a block and its descendants out of the tier, dependents first. A slot somebody may be writing into

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cached.client import TierClient, cut
+from cached.client import TierClient
 from cached.keys import HASH_BYTES, OWNER_BYTES
 from cached.protocol import (
     NAMESPACE_FINGERPRINT_BYTES,
@@ -23,6 +23,7 @@ from cached.protocol import (
     OwnersRequest,
     Verify,
     VerifyReply,
+    cut,
     read_f64s,
     read_u32s,
 )

@@ -687,3 +687,10 @@ def read_u64s(column: bytes) -> array[int]:
 def read_f64s(column: bytes) -> array[float]:
     """A column of f64, read; raises ValueError when bytes are left over."""
     return array("d", column)
+
+
+def cut(column: bytes, width: int) -> list[bytes]:
+    """A column of values of one width; raises ValueError when bytes are left over."""
+    if len(column) % width:
+        raise ValueError(f"{len(column)} bytes are no column of width {width}")
+    return [column[at : at + width] for at in range(0, len(column), width)]

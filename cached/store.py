@@ -401,25 +401,26 @@ class BlockStore:
     def _reserve_one(self, session: int, holder: Holder, deadline: float, offer: Offer) -> Decision:
         contents = self._contents
         columns, owners = contents.blocks, contents.owners
-        known = columns.index.get(offer.key)
+        key, parent_key, _, priority, _, _, owner_id = offer
+        known = columns.index.get(key)
         if known is not None:
             return _PRESENT if columns.state[known] in VISIBLE else _PENDING
         parent = NO_SLOT
-        if offer.parent is not None:
-            parent = columns.index.get(offer.parent, NO_SLOT)
+        if parent_key is not None:
+            parent = columns.index.get(parent_key, NO_SLOT)
             if parent == NO_SLOT:
-                return self._refuse(offer.owner, "orphan")
+                return self._refuse(owner_id, "orphan")
             # A newcomer's ancestors are never its victims (5.1); of them only the parent can be a leaf.
             contents.order.discard(parent)
-        owner = owners.enter(offer.owner)
+        owner = owners.enter(owner_id)
         at_ceiling = owners.held[owner] > owners.ceilings[owner]
         if at_ceiling or not contents.free:
-            victim = self._victim(owner, offer.priority, at_ceiling)
+            victim = self._victim(owner, priority, at_ceiling)
             if victim is None:
-                reason = self._reason(owner, offer.priority, at_ceiling)
+                reason = self._reason(owner, priority, at_ceiling)
                 owners.leave(owner)
                 contents.settle_order(parent)
-                return self._refuse(offer.owner, reason)
+                return self._refuse(owner_id, reason)
             contents.evict(victim)
         slot = contents.fill(offer, owner, parent, holder)
         return Granted(self._holdings.add_reservation(ReservationHolding(session, deadline, slot)), slot)

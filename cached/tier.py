@@ -6,6 +6,7 @@ are the session's, sockets and processes the server's; `Arena` is what it asks o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -31,6 +32,7 @@ from cached.protocol import (
     SetOwners,
     TierStatistics,
     Touch,
+    cut,
     read_f64s,
     read_u32s,
     read_u64s,
@@ -395,20 +397,19 @@ def _read_offers(message: Reserve) -> Iterator[Offer]:
     )
     deadlines = _read_retention(count, message.priorities, message.deadlines, message.on_expiry)
     namespaces = read_u32s(message.namespaces)
-    for row in range(count):
-        key = message.hashes[row * HASH_BYTES : (row + 1) * HASH_BYTES]
-        parent = message.parents[row * HASH_BYTES : (row + 1) * HASH_BYTES]
-        if key in (NO_PARENT, parent):
-            raise PeerError("a block is offered under no name or as its own parent")
-        yield Offer(
-            key,
-            None if parent == NO_PARENT else parent,
-            namespaces[row],
-            message.priorities[row],
-            deadlines[row],
-            bool(message.on_expiry[row]),
-            message.owners[row * OWNER_BYTES : (row + 1) * OWNER_BYTES],
-        )
+    keys, parents = cut(message.hashes, HASH_BYTES), cut(message.parents, HASH_BYTES)
+    if NO_PARENT in keys or any(map(operator.eq, keys, parents)):
+        raise PeerError("a block is offered under no name or as its own parent")
+    return map(
+        Offer,
+        keys,
+        [None if parent == NO_PARENT else parent for parent in parents],
+        namespaces,
+        message.priorities,
+        deadlines,
+        map(bool, message.on_expiry),
+        cut(message.owners, OWNER_BYTES),
+    )
 
 
 def _read_shares(message: SetOwners) -> ShareTable:

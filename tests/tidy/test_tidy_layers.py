@@ -103,7 +103,10 @@ def test_torch_is_imported_only_in_the_device_modules_of_the_engine(module: Modu
     wanted = [i for i in imports_of(module.path) if _is_or_under(i.target, {"torch", "transformers", "numba"})]
     is_device_module = module.package == "engine" and module.layer in ("shell", "main")
 
-    assert not wanted or is_device_module or module.file == "model_convert.py"
+    # The guard of the payload's mapping is machine code, since it runs inside a signal handler (decision 5).
+    is_guard = module.package == "cached" and module.file == "guarded_mapping.py"
+
+    assert not wanted or is_device_module or is_guard or module.file == "model_convert.py"
 
 
 @pytest.mark.parametrize("module", all_modules(), ids=str)
