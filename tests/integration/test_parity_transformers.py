@@ -16,9 +16,10 @@ from engine.config import EngineConfig
 from engine.runner import ModelRunner, load_runner
 from tests.support.engine_harness import EngineHarness, Generated, poison
 
-MAX_TOKENS = 10
+MAX_TOKENS = 6
 TOLERANCE = 5e-4
 TIE = 1e-3
+STATE: dict[str, Path] = {}  # Digests and kernels are computed once for all block sizes.
 
 TEXTS = [
     "A",
@@ -164,3 +165,38 @@ def test_a_pool_of_64_blocks_gives_eight_long_requests_the_text_of_a_large_pool(
         assert (statistics.preemptions > 0) == (num_blocks == 64)
 
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("tokens_per_block", [2, 4, 8, 32, 64, 128])
+def test_every_block_size_equals_transformers_cold_warm_and_from_the_host(
+    reference, prompts, demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, tokens_per_block: int
+) -> None:
+    chosen = [prompts[2], prompts[13], prompts[17][:150]]
+    config = EngineConfig(
+        socket=Path("/unused"),
+        model_dir=demo_model_dir,
+        cached_socket=Path("/unused"),
+        state_dir=STATE.setdefault("dir", tmp_path_factory.mktemp("sizes")),
+        device="cpu",
+        tokens_per_block=tokens_per_block,
+        device_cache_size=60 * 2**20,
+    )
+    sized = load_runner(config)
+    poison(sized)
+    host: dict[bytes, bytes] = {}
+    harness = EngineHarness(sized, host)
+
+    cold = harness.generate(chosen, 2)
+    warm = harness.generate(chosen, 2)
+    harness.settle()
+    poison(sized)
+    loaded = EngineHarness(sized, host).generate(chosen, 2)
+
+    for one in (*cold, *warm, *loaded):
+        assert one.first is not None
+    assert all(one.first and one.first.device_tokens == len(one.prompt) - 1 for one in warm)
+    for one in loaded:
+        whole_blocks = (len(one.prompt) - 1) // tokens_per_block * tokens_per_block
+        assert one.first is not None
+        assert one.first.host_tokens == whole_blocks
+    assert_equals_reference(reference, [*cold, *warm, *loaded])
