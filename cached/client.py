@@ -89,6 +89,7 @@ from cached.protocol import (
     u64s,
 )
 from cached.protocol import Lease as LeaseRequest
+from cached.shares import ShareTable, fault_of
 from cached.wire import FrameReader
 
 if TYPE_CHECKING:
@@ -242,8 +243,11 @@ class TierClient:
 
     # --- Shares and events ----------------------------------------------------------------------------------
 
-    def set_owners(self, version: int, shares: Sequence[OwnerShare]) -> OwnersOutcome | Literal["absent"]:
-        """Forward the gateway's table of shares; the daemon keeps the newest."""
+    def set_owners(self, version: int, shares: Sequence[OwnerShare]) -> OwnersOutcome | Literal["absent", "invalid"]:
+        """Forward the gateway's table of shares; the daemon keeps the newest. One that it would end the session for is
+        not sent."""
+        if fault_of(ShareTable(version, tuple(shares))) is not None:
+            return "invalid"
         message = SetOwners(
             self._request_id(),
             version,

@@ -17,6 +17,8 @@ from cached.protocol import MAX_OWNERS, OwnerShare, OwnersOutcome
 
 _MAGIC = b"HALOWNER"
 _SUM_BYTES = 8
+MAX_BLOCKS = 2**62
+"""More than any tier has; bounds what is added up and sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,10 @@ def fault_of(table: ShareTable) -> str | None:
             return f"an owner has {OWNER_BYTES} bytes, not {len(share.owner)}"
         if not (math.isfinite(share.weight) and share.weight > 0):
             return f"a weight of {share.weight}; weights are finite and above 0"
-        if share.floor < 0 or (share.ceiling is not None and share.ceiling < share.floor):
-            return f"a floor of {share.floor} below a ceiling of {share.ceiling} blocks was expected"
+        if not 0 <= share.floor <= (MAX_BLOCKS if share.ceiling is None else min(share.ceiling, MAX_BLOCKS)):
+            return f"a floor of {share.floor} and a ceiling of {share.ceiling} blocks; a floor is 0 or more, at most the ceiling"
+        if share.ceiling is not None and share.ceiling > MAX_BLOCKS:
+            return f"a ceiling of {share.ceiling} blocks; at most {MAX_BLOCKS}"
     return None
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from cached.keys import OwnerId
+from cached.protocol import OwnerShare as HostShare
 from engine.core import EngineCore
 from engine.events import Event
 from engine.index_columns import IndexColumns
@@ -84,9 +85,12 @@ class Halt:
 
 @dataclass(frozen=True, slots=True)
 class Weigh:
-    """What each owner's share of the device weighs from now on (kv-semantics 4.3); who is not named has 1."""
+    """What each owner's share of the device weighs from now on (kv-semantics 4.3); who is not named has 1. `host` is the
+    same table for the host tier, which keeps it by `version`."""
 
     weights: tuple[tuple[OwnerId, float], ...]
+    version: int
+    host: tuple[HostShare, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +365,10 @@ class StepLoop:
             case Halt(sequence_id, tokens_kept):
                 core.stop(sequence_id, tokens_kept, now)
                 self._waited_s.pop(sequence_id, None)
-            case Weigh(weights):
+            case Weigh(weights, version, host):
                 core.set_weights(dict(weights))
+                if self._tier is not None:
+                    self._tier.set_owners(version, host)
             case AskStatistics(reply):
                 reply(self.statistics())
             case AskSnapshot():

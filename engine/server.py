@@ -29,6 +29,7 @@ import structlog
 
 from cached.errors import WireError
 from cached.keys import OWNER_BYTES
+from cached.protocol import OwnerShare as HostShare
 from cached.wire import FrameReader
 from engine.admission import chosen_seed, fault_of, unpacked
 from engine.errors import EngineConfigError
@@ -78,6 +79,8 @@ from engine.values import NewRequest, Refused, SequenceOutput
 
 GREETING_TIMEOUT_S: Final = 5.0
 MAX_CONNECTIONS: Final = 64
+MAX_HOST_BLOCKS: Final = 2**62
+"""No floor is higher: more than any host tier has."""
 MAX_UNREAD_BYTES: Final = 8 * 2**20
 """What a gateway may leave unread before it is disconnected; thousands of steps' worth."""
 MAX_INBOX: Final = 16384
@@ -297,16 +300,18 @@ class EngineServer:
         return None
 
     def weigh(self, table: OwnerTable) -> None:
-        """Take a table of shares unless a newer one is known; raises WireError for an impossible weight.
-
-        Floors and ceilings are the host tier's, which has no message for them yet.
-        """
+        """Take a table of shares unless a newer one is known; raises WireError for an impossible one. Floors and ceilings
+        are passed on to the host tier."""
         for share in table.shares:
             if not 0 < share.weight < math.inf or len(share.owner) != OWNER_BYTES:
                 raise WireError("OwnerTable has a weight that is not positive and finite, or an owner id that is none")
+            ceiling = MAX_HOST_BLOCKS if share.host_ceiling is None else share.host_ceiling
+            if not 0 <= share.host_floor <= ceiling <= MAX_HOST_BLOCKS:
+                raise WireError("OwnerTable has a host floor that is negative, or above its ceiling")
         if table.version > self._table_version:
             self._table_version = table.version
-            self.inbox.put(Weigh(tuple((share.owner, share.weight) for share in table.shares)))
+            host = tuple(HostShare(s.owner, s.weight, s.host_floor, s.host_ceiling) for s in table.shares)
+            self.inbox.put(Weigh(tuple((share.owner, share.weight) for share in table.shares), table.version, host))
 
     def ask_snapshot(self) -> None:
         """Have the step thread take a snapshot if a consumer waits for one and none is under way."""

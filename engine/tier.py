@@ -412,9 +412,9 @@ class TierWorker:
         if outcome != "absent":
             self._owners_told = version
             self.counters.owners_version = version
-        if outcome == "floors_exceed_capacity":
+        if outcome in ("floors_exceed_capacity", "invalid"):
             self.counters.owners_refused += 1
-            log.error("the tier refuses the owners' shares: their floors exceed its capacity", version=version)
+            log.error("the tier does not take the owners' shares", version=version, reason=outcome)
         self._look_at_state()
 
     # The daemon's presence. -----------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from cached.keys import NO_OWNER, BlockHash
+from cached.protocol import OwnerShare
 from engine.tier import Loaded, LookedUp, Offered, TierAnswer, TierIs, TierWorker
 from engine.tier_work import Load, Lookup, Offer, OfferedDeviceBlock, Touch, TouchedBlock
+from tests.support.cached_daemon import wait_until
 from tests.support.fake_runner import FakeInfo, FakeKv
 from tests.support.fake_tier import FakeTier, FakeTierClient
 
@@ -239,3 +241,19 @@ def test_loading_is_left_out_where_computing_is_faster(bench: Bench) -> None:
 
     assert bench.next_answer() == LookedUp(3, 0)
     assert bench.worker.counters.recomputed_by_choice == 1
+
+
+def test_the_owners_shares_are_told_to_every_daemon_that_comes_and_only_once(bench: Bench) -> None:
+    share = OwnerShare(NO_OWNER, 2.0, 3, None)
+
+    bench.worker.set_owners(4, (share,))
+    bench.worker.set_owners(3, ())
+    wait_until(lambda: len(bench.tier.owners) == 1)
+    bench.tier.is_there = False
+    bench.wait_state("absent")
+    bench.tier.is_there = True
+    bench.wait_state("ready")
+    wait_until(lambda: len(bench.tier.owners) == 2)
+
+    assert bench.tier.owners == [(4, (share,)), (4, (share,))]
+    assert bench.worker.counters.owners_version == 4
