@@ -1,94 +1,253 @@
-"""`halocline cache`: asks the running daemon over its socket and prints what it says; holds no opinion of its own."""
+"""`halocline cache`: asks the running daemon over its socket and prints what it says; holds no opinion of its own.
+
+How figures look is `render`'s. Tenants' names come from the context object (`ctx.obj.tenant_ids`), since the cache knows
+owners only; without a tenant store owners are shown as they are.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import click
 
-from cached.client import TierClient
+from cached import render
+from cached.keys import OwnerId, owner_id
+from cached.observer import TierObserver
+from cached.protocol import ListedBlock
 
-SCHEMA = "halocline.cache_stats.v1"
+STATS_SCHEMA = "halocline.cache_stats.v1"
+OWNERS_SCHEMA = "halocline.cache_owners.v1"
+BLOCKS_SCHEMA = "halocline.cache_blocks.v1"
+DROP_SCHEMA = "halocline.cache_drop.v1"
+VERIFY_SCHEMA = "halocline.cache_verify.v1"
+CONFIG_SCHEMA = "halocline.cache_config.v1"
+TOP_SCHEMA = "halocline.cache_top.v1"
+EXIT_REFUSED = 2
+EXIT_UNKNOWN = 3
+EXIT_ILLEGAL = 6
 EXIT_ABSENT = 7
+EXIT_SLOW = 8
 TIMEOUT_S = 2.0
+POLL_S = 0.05
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for scripts.")
 
 
 @click.group()
 def cache() -> None:
-    """Look into the host tier: what it holds, what it has done."""
+    """Look into the host tier: what it holds, whose it is, what it has done.
+
+    Counts are blocks. Every command exits with 7 when no daemon answers.
+    """
 
 
 @cache.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for scripts.")
+@_as_json
 @click.pass_context
 def stats(context: click.Context, as_json: bool) -> None:
-    """Show what the host tier holds and has done since its daemon started.
+    """Show what the host tier holds and has done since its daemon started."""
+    with _observer(context) as observer:
+        found = observer.stats() or _absent(context, observer)
+    click.echo(json.dumps({"schema": STATS_SCHEMA, **found}) if as_json else render.statistics(found))
 
-    Counts are blocks. Exits with 7 when no daemon answers.
+
+@cache.command()
+@click.option(
+    "--interval", "interval_s", default=1.0, show_default=True, type=click.FloatRange(0.1, 60), help="Seconds."
+)
+@click.option("--rounds", type=click.IntRange(1), help="Stop after so many looks; without it at Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a look on stdout, for scripts.")
+@click.pass_context
+def top(context: click.Context, interval_s: float, rounds: int | None, as_json: bool) -> None:
+    """Watch the host tier: its room, bands of priority, owners, hit rates, rates of store and load."""
+    names = _names(context)
+    with _observer(context) as observer:
+        looks = _looks(context, observer, interval_s, rounds)
+        if as_json:
+            for before, now, owners, seconds in looks:
+                click.echo(json.dumps({"schema": TOP_SCHEMA, **render.top_fields(before, now, owners, names, seconds)}))
+            return
+        from rich.live import Live
+
+        with Live(auto_refresh=False, screen=sys.stdout.isatty()) as live:
+            for before, now, owners, seconds in looks:
+                live.update(render.top(before, now, owners, names, seconds), refresh=True)
+
+
+@cache.command("ls")
+@click.option(
+    "--namespace-fingerprint", metavar="HEX", help="Only blocks of the namespace with these eight hex digits."
+)
+@click.option("--limit", default=1000, show_default=True, type=click.IntRange(1), help="Most blocks to show.")
+@_as_json
+@click.pass_context
+def list_blocks(context: click.Context, namespace_fingerprint: str | None, limit: int, as_json: bool) -> None:
+    """List stored blocks: slot, name, parent, namespace, priority, deadline, owner.
+
+    Names are cut to eight digits unless --json is given; a deadline is in seconds since the machine booted.
     """
-    socket_path = context.obj.cached.socket
-    client = TierClient(socket_path, None, TIMEOUT_S)
-    found = client.stats()
-    refusal = client.refusal
-    client.close()
-    if found is None:
-        why = (
-            refusal.message if refusal is not None else "is it running? `halocline up` or `halocline cached` starts it"
-        )
-        click.echo(f"no cache daemon answers at {socket_path}: {why}", err=True)
-        context.exit(EXIT_ABSENT)
+    _check_fingerprint(namespace_fingerprint)
+    names = _names(context)
+    with _observer(context) as observer:
+        if observer.poll() != "ready":
+            _absent(context, observer)
+        found: list[ListedBlock] = []
+        more = False
+        for block in observer.blocks(namespace_fingerprint):
+            more = len(found) == limit
+            if more:
+                break
+            found.append(block)
     if as_json:
-        click.echo(json.dumps({"schema": SCHEMA, **found}))
+        rows = [render.block_fields(block, names) for block in found]
+        click.echo(json.dumps({"schema": BLOCKS_SCHEMA, "blocks": rows, "truncated": more}))
+        return
+    click.echo(render.blocks(found, names))
+    if more:
+        click.echo(f"only the first {limit} are shown; raise --limit", err=True)
+
+
+@cache.command()
+@_as_json
+@click.pass_context
+def owners(context: click.Context, as_json: bool) -> None:
+    """Show who holds how much, their floors and ceilings, and what they were refused."""
+    names = _names(context)
+    with _observer(context) as observer:
+        found = observer.owners() or _absent(context, observer)
+    if as_json:
+        rows = [render.owner_fields(line, names) for line in found.owners]
+        head = {"version": found.version, "capacity_slots": found.capacity_slots, "left_off": found.left_off}
+        click.echo(json.dumps({"schema": OWNERS_SCHEMA, **head, "owners": rows}))
     else:
-        click.echo(render(found))
+        click.echo(render.owners(found, names))
 
 
-def render(found: dict[str, object]) -> str:
-    """The statistics as text: what is there, by priority, and what has happened."""
-    stats = cast("dict[str, Any]", found)
-    if not stats["slot_bytes"]:
-        return f"capacity  {_size(stats['capacity_bytes'])}, {_size(stats['allocated_bytes'])} allocated; no engine has come yet"
-    asked = stats["looked_up"]
-    rate = f" ({100 * stats['found'] / asked:.1f} %)" if asked else ""
-    lines = [
-        ("layout", f"{stats['layout_fingerprint']}, {_size(stats['slot_bytes'])} a block"),
-        ("capacity", f"{stats['capacity_slots']} blocks, {_size(stats['capacity_bytes'])}"),
-        ("allocated", f"{stats['allocated_slots']} blocks, {_size(stats['allocated_bytes'])}"),
-        ("engines", str(stats["sessions"])),
-        ("used", f"{stats['used']} ({stats['idle']} idle, {stats['leased']} leased, {stats['unverified']} unverified)"),
-        (
-            "being stored",
-            f"{stats['reserved']} reserved, {stats['waiting']} waiting, {stats['quarantined']} quarantined",
-        ),
-        ("by priority", _labelled(stats["used_by_priority"])),
-        ("owners", str(stats["owners"])),
-        ("looked up", f"{asked}, found {stats['found']}{rate}"),
-        ("stored", str(stats["stored"])),
-        ("loaded", f"{stats['loaded']}, {stats['leases_broken']} leases broken"),
-        ("evicted", _labelled(stats["evicted_by_priority"])),
-        ("refused", _labelled(stats["refused_by_reason"])),
-        ("expired", str(stats["expired"])),
-        ("dropped", f"{stats['dropped']}; {stats['dropped_unused']} blocks left without ever being loaded"),
-        (
-            "restart",
-            f"{stats['restored']} restored, {stats['lost_at_restart']} lost, {stats['verified']} verified since",
-        ),
-        ("corrupt", str(stats["corrupt"])),
-    ]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+@cache.command()
+@click.option("--tenant", "tenant", metavar="NAME", required=True, help="Whose blocks go.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_as_json
+@click.pass_context
+def drop(context: click.Context, tenant: str, yes: bool, as_json: bool) -> None:
+    """Remove all blocks of one tenant from the host tier, and what descends from them.
+
+    What a device holds is not touched. The tenant's next prompts are computed again.
+    """
+    tenant_id = _tenant_ids(context).get(tenant)
+    if tenant_id is None:
+        click.echo(f"there is no tenant {tenant!r}; `halocline tenant list` names them", err=True)
+        context.exit(EXIT_UNKNOWN)
+    if not yes and not click.confirm(f"Remove all host blocks of {tenant}?", err=True):
+        context.exit(EXIT_REFUSED)
+    with _observer(context) as observer:
+        gone = observer.drop_owner(owner_id(tenant_id))
+        if gone is None:
+            _absent(context, observer)
+    line = {"schema": DROP_SCHEMA, "tenant": tenant, "num_blocks": gone}
+    click.echo(json.dumps(line) if as_json else f"{gone} blocks of {tenant} are gone")
 
 
-def _labelled(counts: dict[str, int]) -> str:
-    shown = [f"{count} at {label}" for label, count in counts.items() if count]
-    return ", ".join(shown) if shown else "none"
+@cache.command()
+@click.option(
+    "--timeout", "timeout_s", default=600.0, show_default=True, type=click.FloatRange(0), help="Seconds to wait."
+)
+@_as_json
+@click.pass_context
+def verify(context: click.Context, timeout_s: float, as_json: bool) -> None:
+    """Read every block again and compare it with its checksum; what does not match goes.
+
+    Blocks are not served before they are verified. Exits with 8 when it takes longer than --timeout; it goes on then.
+    """
+    with _observer(context) as observer:
+        before = observer.stats() or _absent(context, observer)
+        asked = observer.verify()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            now: dict[str, Any] = observer.stats() or _absent(context, observer)
+            if now["unverified"] == 0 or time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_S)
+    was: dict[str, Any] = before
+    line = {
+        "asked": asked,
+        "verified": now["verified"] - was["verified"],
+        "corrupt": now["corrupt"] - was["corrupt"],
+        "left": now["unverified"],
+    }
+    if as_json:
+        click.echo(json.dumps({"schema": VERIFY_SCHEMA, **line}))
+    else:
+        click.echo(
+            f"{line['verified']} blocks are sound, {line['corrupt']} were not and are gone, {line['left']} are left"
+        )
+    if line["left"]:
+        context.exit(EXIT_SLOW)
 
 
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+@cache.command()
+@_as_json
+@click.pass_context
+def config(context: click.Context, as_json: bool) -> None:
+    """Show the settings that the running daemon has, and what it found of the machine."""
+    with _observer(context) as observer:
+        found = observer.config() or _absent(context, observer)
+    click.echo(
+        json.dumps({"schema": CONFIG_SCHEMA, "settings": found}) if as_json else render.pairs(list(found.items()))
+    )
+
+
+@contextmanager
+def _observer(context: click.Context) -> Iterator[TierObserver]:
+    observer = TierObserver(context.obj.cached.socket, TIMEOUT_S)
+    try:
+        yield observer
+    finally:
+        observer.close()
+
+
+def _absent(context: click.Context, observer: TierObserver) -> NoReturn:
+    refusal = observer.refusal
+    why = refusal.message if refusal is not None else "is it running? `halocline up` or `halocline cached` starts it"
+    click.echo(f"no cache daemon answers at {context.obj.cached.socket}: {why}", err=True)
+    raise click.exceptions.Exit(EXIT_ABSENT)
+
+
+def _looks(context: click.Context, observer: TierObserver, interval_s: float, rounds: int | None) -> Iterator[Any]:
+    """The statistics before and now, the owners, and the seconds between."""
+    before, at = observer.stats() or _absent(context, observer), time.monotonic()
+    number = 0
+    while rounds is None or number < rounds:
+        number += 1
+        time.sleep(interval_s)
+        now = observer.stats() or _absent(context, observer)
+        found = observer.owners() or _absent(context, observer)
+        seen = time.monotonic()
+        yield before, now, found, seen - at
+        before, at = now, seen
+
+
+def _tenant_ids(context: click.Context) -> dict[str, str]:
+    """Ids of tenants by name; empty where nobody knows any."""
+    known: Callable[[], dict[str, str]] | None = getattr(context.obj, "tenant_ids", None)
+    return {} if known is None else known()
+
+
+def _names(context: click.Context) -> dict[OwnerId, str]:
+    return {owner_id(tenant_id): name for name, tenant_id in _tenant_ids(context).items()}
+
+
+def _check_fingerprint(text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        is_legal = len(bytes.fromhex(text)) == 4
+    except ValueError:
+        is_legal = False
+    if not is_legal:
+        click.echo(f"{text!r} is no fingerprint of a namespace; it has eight hex digits", err=True)
+        raise click.exceptions.Exit(EXIT_ILLEGAL)

@@ -61,6 +61,20 @@ class CommandContext:
     def gateway(self) -> GatewayConfig:
         return self.settings.gateway
 
+    def tenant_ids(self) -> dict[str, str]:
+        """Ids of tenants by name, for `halocline cache`, which knows owners only; empty where there is no store yet."""
+        from tenants.errors import TenantsError
+        from tenants.store import open_store
+
+        if not self.settings.paths.state.exists():
+            return {}
+        config = self.settings.tenants
+        try:
+            with open_store(config.url, config.master_key_file) as store:
+                return {tenant.name: tenant.id for tenant in store.list_tenants()}
+        except TenantsError:
+            return {}
+
     def check_retention(self, rules: RetentionRules) -> tuple[RetentionRules, tuple[str, ...]]:
         """What `halocline tenant retention` has checked, since tenants know nothing of the cache's rules."""
         from gateway.retention import check_rules

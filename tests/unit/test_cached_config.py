@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +11,13 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from cached.cli import EXIT_ABSENT, cache, render
+from cached import render
+from cached.cli import EXIT_ABSENT, cache
 from cached.config import CachedConfig
 from cached.counters import band_of
+from cached.keys import owner_id
 from cached.metrics import COUNTERS, FAMILIES, GAUGES
-from cached.protocol import TierStatistics
+from cached.protocol import OwnerShare, TierStatistics
 from tests.support.cached_daemon import Daemon, chain, daemon_directory, store
 
 
@@ -59,12 +62,34 @@ def test_every_statistic_is_a_metric() -> None:
     assert fields == {*GAUGES, *COUNTERS, *FAMILIES}
 
 
-def run_stats(socket: Path, *arguments: str):
-    return CliRunner().invoke(cache, ["stats", *arguments], obj=SimpleNamespace(cached=SimpleNamespace(socket=socket)))
+class Context:
+    """What `ctx.obj` of the command line brings."""
+
+    def __init__(self, socket: Path) -> None:
+        self.cached = SimpleNamespace(socket=socket)
+
+    def tenant_ids(self) -> dict[str, str]:
+        return {"acme": "t-1"}
 
 
-def test_stats_without_a_daemon_say_so_and_exit_with_7(tmp_path: Path) -> None:
-    result = run_stats(tmp_path / "none.sock")
+def run(socket: Path, *arguments: str):
+    return CliRunner().invoke(cache, list(arguments), obj=Context(socket))
+
+
+VERBS = [
+    ["stats"],
+    ["top", "--rounds", "1"],
+    ["ls"],
+    ["owners"],
+    ["drop", "--tenant", "acme", "--yes"],
+    ["verify"],
+    ["config"],
+]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
+def test_without_a_daemon_every_verb_says_so_and_exits_with_7(tmp_path: Path, verb: list[str]) -> None:
+    result = run(tmp_path / "none.sock", *verb)
 
     assert result.exit_code == EXIT_ABSENT
     assert f"no cache daemon answers at {tmp_path / 'none.sock'}" in result.output
@@ -74,14 +99,88 @@ def test_stats_of_a_daemon_as_text_and_as_json() -> None:
     with daemon_directory() as directory:
         daemon = Daemon(directory)
         daemon.start()
-        fresh = run_stats(daemon.socket)
+        fresh = run(daemon.socket, "stats")
         store(daemon.client(), chain("shown", 3), priority=80)
-        text = run_stats(daemon.socket)
-        found = json.loads(run_stats(daemon.socket, "--json").stdout)
+        text = run(daemon.socket, "stats")
+        found = json.loads(run(daemon.socket, "stats", "--json").stdout)
         daemon.close()
 
     assert "no engine has come yet" in fresh.output
     assert "3 at 80" in text.output
     assert found["schema"] == "halocline.cache_stats.v1"
     assert (found["used"], found["stored"], found["used_by_priority"]) == (3, 3, {"80": 3})
-    assert render(found) == text.output.rstrip("\n")
+    assert render.statistics(found) == text.output.rstrip("\n")
+
+
+@pytest.fixture(scope="module")
+def shown() -> Iterator[Path]:
+    """A daemon that holds two blocks of acme and one of nobody's."""
+    with daemon_directory() as directory:
+        daemon = Daemon(directory)
+        daemon.start()
+        client = daemon.client()
+        store(client, chain("acme's", 2), priority=80, owner=owner_id("t-1"))
+        store(client, chain("nobody's", 1))
+        client.set_owners(3, [OwnerShare(owner_id("t-1"), 2.0, 5, 9)])
+        yield daemon.socket
+        daemon.close()
+
+
+def test_owners_are_shown_by_tenant_with_their_shares(shown: Path) -> None:
+    text = run(shown, "owners").output.splitlines()
+    found = json.loads(run(shown, "owners", "--json").stdout)
+
+    assert text[1].split()[:6] == ["acme", "2", "1", "5", "9", "2"]
+    assert text[2].split()[:2] == ["(none)", "1"]
+    assert (found["schema"], found["version"]) == ("halocline.cache_owners.v1", 3)
+    assert found["owners"][0]["tenant"] == "acme"
+
+
+def test_blocks_are_listed_by_namespace(shown: Path) -> None:
+    text = run(shown, "ls", "--namespace-fingerprint", "0011aabb").output.splitlines()
+    found = json.loads(run(shown, "ls", "--json").stdout)
+    none = json.loads(run(shown, "ls", "--namespace-fingerprint", "00000000", "--json").stdout)
+    wrong = run(shown, "ls", "--namespace-fingerprint", "xyz")
+
+    assert len(text) == 4
+    assert [block["tenant"] for block in found["blocks"]] == ["acme", "acme", None]
+    assert found["blocks"][1]["parent_hash"] == found["blocks"][0]["block_hash"]
+    assert none["blocks"] == []
+    assert wrong.exit_code == 6
+
+
+def test_top_looks_as_often_as_asked(shown: Path) -> None:
+    live = run(shown, "top", "--rounds", "1", "--interval", "0.1")
+    found = [
+        json.loads(line)
+        for line in run(shown, "top", "--rounds", "2", "--interval", "0.1", "--json").stdout.splitlines()
+    ]
+
+    assert "3 of 128 blocks used" in live.output
+    assert "acme" in live.output
+    assert [look["used"] for look in found] == [3, 3]
+    assert found[0]["hit_rate"] is None
+
+
+def test_the_settings_in_force_are_shown(shown: Path) -> None:
+    found = json.loads(run(shown, "config", "--json").stdout)["settings"]
+
+    assert found["socket"] == str(shown)
+    assert found["lease_ttl_s"] == "10.0"
+    assert "lease_ttl_s" in run(shown, "config").output
+
+
+def test_verify_tells_what_it_found(shown: Path) -> None:
+    found = json.loads(run(shown, "verify", "--json").stdout)
+
+    assert (found["asked"], found["verified"], found["corrupt"], found["left"]) == (3, 3, 0, 0)
+
+
+def test_a_drop_takes_the_blocks_of_one_tenant_and_asks_first(shown: Path) -> None:
+    unknown = run(shown, "drop", "--tenant", "nobody", "--yes")
+    kept = CliRunner().invoke(cache, ["drop", "--tenant", "acme"], obj=Context(shown), input="n\n")
+    gone = json.loads(run(shown, "drop", "--tenant", "acme", "--yes", "--json").stdout)
+
+    assert unknown.exit_code == 3
+    assert kept.exit_code == 2
+    assert gone["num_blocks"] == 2
