@@ -21,7 +21,7 @@ from engine.batch import PackedBatch
 from engine.layer_kernels import add_normalise, gate, normalise, normalise_heads, rotate
 from engine.model import LoadedModel
 from engine.model_files import ModelFiles
-from engine.prepacked import PackedLinear
+from engine.prepacked import PackedLinear, pieces_of
 
 FAMILY: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 # The fewest rows worth handing to oneDNN may be more than there are: on AVX-512 four rows take less time than one.
@@ -113,9 +113,10 @@ class FusedModel:
                 weight = self._layers[index + 1].input_norm
             delta = layer.attention_out(self._padded(attended.reshape(len(attended), -1)))
             add_normalise(residual.numpy(), delta.numpy(), layer.mlp_norm, self._epsilon, normed.numpy())
-            gated = torch.empty((len(normed), layer.mlp_down.num_inputs))
+            down = layer.mlp_down
+            gated = torch.empty((down.pieces, len(normed), down.num_inputs // down.pieces))
             gate(layer.gate_up(normed).numpy(), gated.numpy())
-            delta = layer.mlp_down(gated)
+            delta = down(gated)
             add_normalise(residual.numpy(), delta.numpy(), weight, self._epsilon, normed.numpy())
         return self._head(normed)[: len(batch.logit_rows)]
 
@@ -155,7 +156,7 @@ def _pack_layer(layer: Any) -> _Layer:
         attention_out=PackedLinear([attention.o_proj]),
         mlp_norm=_owned(layer.post_attention_layernorm.weight),
         gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj]),
-        mlp_down=PackedLinear([mlp.down_proj]),
+        mlp_down=PackedLinear([mlp.down_proj], pieces_of(mlp.down_proj.in_features)),
     )
 
 

@@ -50,10 +50,11 @@ def normalise_heads(rows: Floats, weight: Floats, epsilon: float, first_head: in
 
 
 def gate(gate_up: Floats, out: Floats) -> None:
-    """silu(first half) × second half of each row."""
-    kernel = _gate_many if len(out) >= PARALLEL_ROWS else _gate_few
-    # Two whole last axes: only then does the compiler know that both are contiguous.
-    kernel(gate_up.reshape(len(out), 2, out.shape[1]), out)
+    """silu(first half) × second half of each row, cut into pieces: `out` is `[piece, row, width of a piece]`."""
+    pieces, rows, width = out.shape
+    kernel = _gate_many if rows >= PARALLEL_ROWS else _gate_few
+    # Whole last axes: only then does the compiler know that they are contiguous.
+    kernel(gate_up.reshape(rows, 2, pieces, width), out)
 
 
 def _both(function: Callable[..., None]) -> tuple[Any, Any]:
@@ -116,12 +117,13 @@ def _rotate(rows: Any, cos: Any, sin: Any, num_heads: int) -> None:
 
 
 def _gate(gate_up: Any, out: Any) -> None:
-    width = out.shape[1]
+    pieces, num_rows, width = out.shape
     one = np.float32(1.0)
-    for row in numba.prange(out.shape[0]):
-        gates, ups, result = gate_up[row, 0], gate_up[row, 1], out[row]
-        for i in range(width):
-            result[i] = gates[i] / (one + exp32(-gates[i])) * ups[i]
+    for row in numba.prange(num_rows):
+        for piece in range(pieces):
+            gates, ups, result = gate_up[row, 0, piece], gate_up[row, 1, piece], out[piece, row]
+            for i in range(width):
+                result[i] = gates[i] / (one + exp32(-gates[i])) * ups[i]
 
 
 _add_normalise_few, _add_normalise_many = _both(_add_normalise)

@@ -13,25 +13,47 @@ import torch
 _PACKED_FOR_ROWS = 16
 
 
-class PackedLinear:
-    """Several linear layers of one input, as one; their outputs lie one after another."""
+# oneDNN adds up all of a row's products one after another, so that its rounding grows with their number; above this
+# many they are added up in pieces. Down projections, whose inputs are the most uneven, lose four times less by it.
+_PIECE_INPUTS = 1024
 
-    def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
+
+class PackedLinear:
+    """Several linear layers of one input, as one; their outputs lie one after another.
+
+    With more than one of `pieces`, the input is `[piece, row, input of a piece]` instead of `[row, input]`.
+    """
+
+    def __init__(self, linears: Sequence[torch.nn.Linear], pieces: int = 1) -> None:
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self.num_outputs, self.num_inputs = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self.pieces = pieces
+        self._weights = [
+            torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), _PACKED_FOR_ROWS)
+            for part in weight.chunk(pieces, dim=1)
+        ]
         biases = [linear.bias for linear in linears]
         self._bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
             self._bias = torch.cat(
                 [
-                    torch.zeros(linear.out_features) if bias is None else bias.detach().float()
+                    torch.zeros(linear.out_features) if bias is None else bias.detach()
                     for linear, bias in zip(linears, biases, strict=True)
                 ]
             )
         self._call = torch.ops.mkldnn._linear_pointwise.default
+        self._call_and_add = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[row, input]` (contiguous) to `[row, output]`."""
-        found: torch.Tensor = self._call(rows, self._weight, self._bias, "none", [], None)
-        return found
+        """`[row, input]`, or pieces of that, contiguous, to `[row, output]`."""
+        first = rows[0] if rows.dim() == 3 else rows
+        found = self._call(first, self._weights[0], self._bias, "none", [], None)
+        for piece in range(1, self.pieces):
+            found = self._call_and_add(rows[piece], found, self._weights[piece], None, "add")
+        return found  # type: ignore[no-any-return]
+
+
+def pieces_of(num_inputs: int) -> int:
+    """In how many pieces of equal width so many inputs are best added up."""
+    fewest = -(-num_inputs // _PIECE_INPUTS)
+    return next((pieces for pieces in range(fewest, 2 * fewest + 1) if num_inputs % pieces == 0), 1)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.layer_kernels import PARALLEL_ROWS, add_normalise, gate, normalise, normalise_heads, rotate
-from engine.prepacked import PackedLinear
+from engine.prepacked import PackedLinear, pieces_of
 from engine.vector_exp import exp32
 
 ROWS = st.sampled_from((1, 2, 3, 5, PARALLEL_ROWS - 1, PARALLEL_ROWS, 61))
@@ -91,14 +91,14 @@ def test_heads_are_rotated_and_normed_and_the_others_left_alone(
 
 
 @settings(max_examples=30, deadline=None)
-@given(rows=ROWS, width=WIDTHS, seed=SEEDS)
-def test_gating_equals_float64(rows: int, width: int, seed: int) -> None:
-    given_ = _random(np.random.default_rng(seed), rows, 2 * width) * 8
-    found = np.full((rows, width), np.nan, np.float32)
+@given(rows=ROWS, pieces=st.integers(1, 3), width=WIDTHS, seed=SEEDS)
+def test_gating_equals_float64(rows: int, pieces: int, width: int, seed: int) -> None:
+    given_ = _random(np.random.default_rng(seed), rows, 2 * pieces * width) * 8
+    found = np.full((pieces, rows, width), np.nan, np.float32)
 
     gate(given_, found)
 
-    gates, ups = given_[:, :width].astype(np.float64), given_[:, width:].astype(np.float64)
+    gates, ups = given_.astype(np.float64).reshape(rows, 2, pieces, width).transpose(1, 2, 0, 3)
     np.testing.assert_allclose(found, gates / (1 + np.exp(-gates)) * ups, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -118,6 +118,26 @@ def test_joined_linears_equal_their_parts(biased: str, rows: int, inputs: int, o
         wanted = torch.cat([linear.double()(given_.double()) for linear in linears], dim=1)
 
     assert (found.double() - wanted).abs().max() < 1e-4
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=ROWS, pieces=st.integers(1, 4), width=WIDTHS, seed=SEEDS)
+def test_a_linear_in_pieces_equals_the_whole(rows: int, pieces: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(pieces * width, 37)
+    given_ = torch.randn(rows, pieces * width)
+
+    with torch.inference_mode():
+        cut = torch.stack(given_.chunk(pieces, dim=1)).contiguous()
+        found = PackedLinear([linear], pieces)(cut)
+        wanted = linear.double()(given_.double())
+
+    assert (found.double() - wanted).abs().max() < 1e-4
+
+
+@given(num_inputs=st.integers(1, 40_000))
+def test_pieces_divide_what_they_are_pieces_of(num_inputs: int) -> None:
+    assert num_inputs % pieces_of(num_inputs) == 0
 
 
 def _random(random: np.random.Generator, *shape: int) -> np.ndarray:
