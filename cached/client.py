@@ -156,6 +156,11 @@ class TierClient:
         mapping = self._map() if self.state == "ready" and os.getpid() == self._pid else None
         return None if mapping is None else mapping.array.data
 
+    @property
+    def num_slots(self) -> int:
+        """How many blocks of this layout the tier can hold; 0 without a session."""
+        return self._welcome.num_slots if self._welcome is not None and self.state == "ready" else 0
+
     def poll(self) -> Literal["ready", "absent"]:
         """Bring a reconnect forward without asking anything; call it now and then while idle."""
         with contextlib.suppress(TierUnavailable):

@@ -14,10 +14,14 @@ from collections.abc import Callable
 
 import structlog
 
+from cached import machine
 from cached.arena import Arena
 from cached.config import CachedConfig
-from cached.errors import CachedError
+from cached.errors import ArenaError, CachedError
 from cached.server import Server, log
+
+TIGHT = 0.9
+"""The part of a memory limit beyond which an arena leaves too little for everything else in its control group."""
 
 
 def run(config: CachedConfig) -> int:
@@ -25,6 +29,7 @@ def run(config: CachedConfig) -> int:
     _configure_logging(config.log_level)
     try:
         allowed = _allowed_uids(config.allowed_users)
+        check_machine(config)
         arena = Arena.open(config.arena_dir, int(config.host_cache_size), config.mlock)
     except CachedError as error:
         log.error("cached cannot start", reason=str(error))
@@ -53,6 +58,25 @@ def run(config: CachedConfig) -> int:
             return 1
         _notify("STOPPING=1")
     return 0
+
+
+def check_machine(config: CachedConfig) -> None:
+    """Compare the arena with what the machine allows: raises ArenaError where it cannot live, warns where it may not."""
+    size, limit = int(config.host_cache_size), machine.memory_limit()
+    if limit is not None and size > limit:
+        raise ArenaError(
+            f"the arena of {size} bytes is larger than this control group's memory limit of {limit}, and the kernel would "
+            "kill whoever fills it; lower host_cache_size or raise the limit (MemoryMax=, --memory)"
+        )
+    if limit is not None and size > limit * TIGHT:
+        log.warning("the arena takes most of the control group's memory", bytes=size, limit=limit)
+    kind = machine.file_system_of(config.arena_dir)
+    if kind not in (None, "tmpfs", "ramfs", "hugetlbfs"):
+        log.warning(
+            "the arena does not lie in memory; set arena_dir to a directory on a tmpfs",
+            arena=str(config.arena_dir),
+            file_system=kind,
+        )
 
 
 def _ready(config: CachedConfig, arena: Arena, server: Server) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import structlog
 
+from cached import machine
 from cached.arena import Arena
 from cached.config import CachedConfig
 from cached.errors import ArenaError, CachedError, PeerError
@@ -309,7 +310,12 @@ class Server:
 
     def _shown(self) -> list[tuple[str, str]]:
         """The settings in force, for whoever asks; none of them is a secret."""
-        return [(name, str(value)) for name, value in self._config.model_dump(mode="json").items()]
+        limit = machine.memory_limit()
+        return [
+            *((name, str(value)) for name, value in self._config.model_dump(mode="json").items()),
+            ("(arena's file system)", machine.file_system_of(self._config.arena_dir) or "unknown"),
+            ("(memory limit)", "none" if limit is None else str(limit)),
+        ]
 
     # --- Helpers --------------------------------------------------------------------------------------------
 

@@ -278,6 +278,7 @@ def _tier_worker(config: EngineConfig, runner: ModelRunner, inbox: Inbox) -> Tie
         block_bytes=info.block_bytes,
         tokens_per_block=info.tokens_per_block,
         verify_loads=config.verify_loads,
+        num_device_blocks=info.num_blocks,
         answer=inbox.put,
     )
 

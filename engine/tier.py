@@ -117,6 +117,7 @@ class TierWorker:
         block_bytes: int,
         tokens_per_block: int,
         verify_loads: bool,
+        num_device_blocks: int = 0,
         answer: Callable[[TierAnswer], None],
     ) -> None:
         self.counters = TierCounters()
@@ -124,6 +125,7 @@ class TierWorker:
         self._kv = kv
         self._block_bytes = block_bytes
         self._verify_loads = verify_loads
+        self._num_device_blocks = num_device_blocks
         self._scratch = memoryview(bytearray(block_bytes))
         self._suspected: BlockHash | None = None
         self._answer = answer
@@ -436,8 +438,18 @@ class TierWorker:
         self._owners_told = 0  # Another session may be with another daemon.
         if state == "ready":
             self.counters.sessions += 1
+            self._compare_sizes()
         log.info("host tier", state=state)
         self._answer(TierIs(state))
+
+    def _compare_sizes(self) -> None:
+        num_host_blocks = self._require_client().num_slots
+        if num_host_blocks < self._num_device_blocks:
+            log.warning(
+                "the host tier is smaller than the device's pool, so it forgets before the device does; raise host_cache_size",
+                host_blocks=num_host_blocks,
+                device_blocks=self._num_device_blocks,
+            )
 
     def _require_client(self) -> TierClient:
         assert self._client is not None

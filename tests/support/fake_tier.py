@@ -70,6 +70,10 @@ class FakeTierClient:
     def state(self) -> Literal["ready", "absent"]:
         return "ready" if self.tier.is_there and not self._polls_to_miss else "absent"
 
+    @property
+    def num_slots(self) -> int:
+        return self.tier.num_slots if self.state == "ready" else 0
+
     def read(self, lease: Lease, block: LeasedBlock, out: memoryview) -> bool:
         if self.state != "ready":
             return False
