@@ -48,7 +48,7 @@ class GatewayServer:
     ) -> None:
         self.config = config
         self.metrics = GatewayMetrics()
-        self.inflight = InFlight(config.max_inflight)
+        self.inflight = InFlight(config.max_inflight, config.admission_alpha)
         client = EngineClient(str(config.engine_socket), CLIENT_NAME)
         self.engines = Engines(client, config.model_dir, load_text)
         self.metrics.inflight.set_function(lambda: len(self.inflight))

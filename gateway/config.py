@@ -74,14 +74,29 @@ class GatewayConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    listen: Annotated[str, AfterValidator(_tcp)] = "127.0.0.1:8080"
-    admin_listen: Annotated[str, AfterValidator(_admin)] = "127.0.0.1:8081"
-    engine_socket: Path
-    tenants_url: str
-    master_key_file: Path
-    model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")] = "demo"
-    model_dir: Path | None = None
-    max_body_bytes: Annotated[ByteSize, Field(ge=1024, le=2**30)] = ByteSize(32 * 2**20)
+    listen: Annotated[
+        str,
+        AfterValidator(_tcp),
+        Field(description="HOST:PORT of the tenants' API; the host is an address or localhost."),
+    ] = "127.0.0.1:8080"
+    admin_listen: Annotated[
+        str,
+        AfterValidator(_admin),
+        Field(description="unix:/path or loopback HOST:PORT of metrics and health for operators."),
+    ] = "127.0.0.1:8081"
+    engine_socket: Annotated[Path, Field(description="Unix socket of the engine.")]
+    tenants_url: Annotated[str, Field(description="URL of the tenant store.")]
+    master_key_file: Annotated[Path, Field(description="File with the key under which the store's secrets lie.")]
+    model_id: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$", description="Name of the model that clients use."),
+    ] = "demo"
+    model_dir: Annotated[
+        Path | None, Field(description="Directory of tokenizer and template; none: what the engine says.")
+    ] = None
+    max_body_bytes: Annotated[
+        ByteSize, Field(ge=1024, le=2**30, description="Largest request body; larger ones are answered 413.")
+    ] = ByteSize(32 * 2**20)
     body_memory_bytes: Annotated[
         ByteSize,
         Field(
@@ -90,16 +105,53 @@ class GatewayConfig(BaseModel):
             description="Memory for request bodies until they are tokens, all together; what does not fit is answered 503.",
         ),
     ] = ByteSize(256 * 2**20)
-    header_timeout_s: Annotated[float, Field(gt=0, le=300)] = 10.0
-    body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
-    keepalive_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 75.0
-    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    max_inflight: Annotated[int, Field(ge=1, le=1_000_000)] = 256
-    max_n: Annotated[int, Field(ge=1, le=128)] = 16
-    max_stop: Annotated[int, Field(ge=1, le=256)] = 16
-    first_token_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = 8.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    header_timeout_s: Annotated[
+        float, Field(gt=0, le=300, description="Longest time a client may take to send its headers.")
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, Field(gt=0, le=3600, description="Longest time a client may take to send its body.")
+    ] = 30.0
+    keepalive_timeout_s: Annotated[float, Field(gt=0, le=3600, description="How long an idle connection is kept.")] = (
+        75.0
+    )
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000, description="Connections held at once.")] = 4096
+    max_inflight: Annotated[
+        int, Field(ge=1, le=1_000_000, description="Requests in work at once; more are answered 503.")
+    ] = 256
+    admission_alpha: Annotated[
+        float,
+        Field(
+            ge=0.01,
+            le=1000,
+            description="A tenant may have another request or sequence in work while it has fewer than this times what is "
+            "still free, else it is answered 429. At 1 a tenant alone gets half, at 1000 nearly all.",
+        ),
+    ] = 1.0
+    max_n: Annotated[int, Field(ge=1, le=128, description="Most answers that one request may ask for (`n`).")] = 16
+    max_stop: Annotated[int, Field(ge=1, le=256, description="Most stop strings of one request.")] = 16
+    first_token_timeout_s: Annotated[float, Field(gt=0, le=86_400, description="Longest wait for the first token.")] = (
+        600.0
+    )
+    engine_heartbeat_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            description="An engine that answers nothing for so long counts as unresponsive and requests are answered 503; "
+            "has to be above its longest step.",
+        ),
+    ] = 10.0
+    drain_timeout_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=3600,
+            description="How long open streams may go on after the signal to stop (4.5 under `up`).",
+        ),
+    ] = 8.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="Least severe level to log.")
+    ] = "info"
 
     @model_validator(mode="after")
     def _relations(self) -> GatewayConfig:

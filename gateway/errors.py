@@ -115,6 +115,12 @@ def unsupported_media(message: str) -> ApiError:
     return ApiError(Problem(415, INVALID, "unsupported_media_type", message))
 
 
+def over_share(what: str) -> ApiError:
+    """429: the tenant has as many of something in work as it may; without figures, which would tell of other tenants."""
+    message = f"You have too many {what} in work at the moment. The request may be retried when some have ended."
+    return ApiError(Problem(429, "rate_limit_error", "rate_limit_exceeded", message, None, DEFAULT_RETRY_AFTER_S))
+
+
 def internal_error() -> ApiError:
     """500: our bug; its details are in our log only."""
     message = "The server had an error. It has been logged under this request's id."

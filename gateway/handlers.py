@@ -84,12 +84,13 @@ class Handlers:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         with self._bodies.holding() as share:
             body = await self._body(request, share)
-            async with self._inflight.enter():
+            async with self._inflight.enter(_identity(request).tenant_id) as slot:
                 engine = await self._engines.ready()
                 chat = parse_chat(body, self._limits(engine))
                 self._check_model(request, chat.model)
                 tokens = await engine.text.encode_chat(chat.messages, engine.info.max_prompt_tokens)
                 work = self._work(request, engine, [tokens], chat.options, "messages")
+                slot.take_sequences(len(work.plans), engine.info.credits)
                 renderer = ChatRenderer(
                     self._envelope("chatcmpl", engine),
                     include_usage=chat.delivery.include_usage,
@@ -104,12 +105,13 @@ class Handlers:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         with self._bodies.holding() as share:
             body = await self._body(request, share)
-            async with self._inflight.enter():
+            async with self._inflight.enter(_identity(request).tenant_id) as slot:
                 engine = await self._engines.ready()
                 completion = parse_completion(body, self._limits(engine))
                 self._check_model(request, completion.model)
                 tokens = await engine.text.encode_prompts(completion.prompts, engine.info.max_prompt_tokens)
                 work = self._work(request, engine, tokens, completion.options, "prompt")
+                slot.take_sequences(len(work.plans), engine.info.credits)
                 echoes = [
                     prompt if isinstance(prompt, str) else engine.text.decode(prompt)
                     for prompt in (completion.prompts if completion.echo else ())

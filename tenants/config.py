@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tenants.errors import InvalidValue
 
@@ -16,8 +17,8 @@ class TenantsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    url: str
-    master_key_file: Path
+    url: Annotated[str, Field(description="SQLAlchemy URL of the tenant store.")]
+    master_key_file: Annotated[Path, Field(description="File of 32 random bytes, mode 0600; created on first use.")]
 
     @field_validator("url")
     @classmethod

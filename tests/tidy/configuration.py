@@ -38,29 +38,9 @@ DERIVED = {
     ("tenants", "url"): "sqlite:///DIR/tenants.db",
     ("tenants", "master_key_file"): "DIR/master.key",
 }
-# For settings whose names say nearly all, and whose models say the rest in comments.
+# For settings whose models say it in comments.
 MEANINGS = {
-    ("gateway", "listen"): "HOST:PORT of the tenants' API; the host is an address or localhost.",
-    ("gateway", "admin_listen"): "unix:/path or loopback HOST:PORT of metrics and health for operators.",
-    ("gateway", "engine_socket"): "Unix socket of the engine.",
-    ("gateway", "tenants_url"): "URL of the tenant store.",
-    ("gateway", "master_key_file"): "File with the key under which the store's secrets lie.",
-    ("gateway", "model_id"): "Name of the model that clients use.",
-    ("gateway", "model_dir"): "Directory of tokenizer and template; none: what the engine says.",
-    ("gateway", "max_body_bytes"): "Largest request body; larger ones are answered 413.",
-    ("gateway", "header_timeout_s"): "Longest time a client may take to send its headers.",
-    ("gateway", "body_timeout_s"): "Longest time a client may take to send its body.",
-    ("gateway", "keepalive_timeout_s"): "How long an idle connection is kept.",
-    ("gateway", "max_connections"): "Connections held at once.",
-    ("gateway", "max_inflight"): "Requests in work at once; more are answered 429.",
-    ("gateway", "max_n"): "Most answers that one request may ask for (`n`).",
-    ("gateway", "max_stop"): "Most stop strings of one request.",
-    ("gateway", "first_token_timeout_s"): "Longest wait for the first token.",
-    ("gateway", "drain_timeout_s"): "How long open streams may go on after the signal to stop (4.5 under `up`).",
-    ("gateway", "log_level"): "Least severe level to log.",
     ("engine", "log_level"): "Least severe level to log.",
-    ("tenants", "url"): "SQLAlchemy URL of the tenant store.",
-    ("tenants", "master_key_file"): "File of 32 random bytes, mode 0600; created on first use.",
 }
 
 
