@@ -7,13 +7,18 @@ kinds of holding have one time to live each, so the order of creation is the ord
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cached.blocks import EXPIRED, ORPHANED, QUARANTINED, RESERVED
 from cached.protocol import NEVER
 from cached.records import Holder
+
+
+_SLACK = 1024
+"""Deadlines of what has ended that are tolerated beyond as many as there are live ones: a deadline is half a minute away,
+and a busy engine makes a million holdings in that time."""
 
 
 class ReservationHolding(NamedTuple):
@@ -84,6 +89,8 @@ class Holdings:
             return None
         del self.reservations[number]
         del self._sessions[session].reservations[number]
+        if len(self._reservation_queue) > 2 * len(self.reservations) + _SLACK:
+            self._reservation_queue = _live(self._reservation_queue, self.reservations)
         return held
 
     def add_lease(self, lease: LeaseHolding) -> int:
@@ -101,6 +108,8 @@ class Holdings:
             return None
         del self.leases[number]
         del self._sessions[session].leases[number]
+        if len(self._lease_queue) > 2 * len(self.leases) + _SLACK:
+            self._lease_queue = _live(self._lease_queue, self.leases)
         return held
 
     def leases_due(self, now: float) -> Iterator[LeaseHolding]:
@@ -170,3 +179,7 @@ class Holdings:
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
+
+
+def _live(queue: deque[tuple[float, int]], holdings: Container[int]) -> deque[tuple[float, int]]:
+    return deque(entry for entry in queue if entry[1] in holdings)

@@ -421,10 +421,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.blocks = {n: b for n, b in self.blocks.items() if b.is_visible}
         for block in self.blocks.values():
             block.state, block.leases = "unverified", set()
+        self.expire()  # What was only in use until now.
+        for block in self.blocks.values():
             slot = self.store.blocks.index[key_of(block.number)]
             block.tick = self.store.blocks.tick[slot]
-        self.tick = max([0, *(b.tick for b in self.blocks.values())])
-        self.expire()
+        self.tick = max([0, *(r.tick for r in records.values() if isinstance(r, StoredRecord))])
 
     # --- The model ---
 
