@@ -93,8 +93,15 @@ class ModelRunner:
     def _compute(
         self, plan: StepPlan, abandon: Callable[[], bool]
     ) -> tuple[tuple[Sampled, ...], tuple[tuple[int, str], ...]]:
-        batch = pack(plan, self.info.tokens_per_block, self.info.num_blocks, self._attention.max_short_tokens)
-        logits = self._model.forward(batch, StepContext(self._attention.begin(batch), abandon))
+        attention = self._attention
+        batch = pack(
+            plan,
+            self.info.tokens_per_block,
+            self.info.num_blocks,
+            attention.max_short_tokens,
+            attention.shares_prefixes,
+        )
+        logits = self._model.forward(batch, StepContext(attention.begin(batch), abandon))
         wanted = [(chunk.sequence_id, chunk.sample) for chunk in plan.chunks if chunk.sample is not None]
         if not wanted:
             return (), ()

@@ -18,6 +18,7 @@ class GatherAttention:
 
     name = "gather"
     max_short_tokens = 0
+    shares_prefixes = False
 
     def __init__(self, kv: KvMemory) -> None:
         self._kv = kv

@@ -36,10 +36,12 @@ class AttentionStep(Protocol):
 
 
 class Attention(Protocol):
-    """One way to attend. Chunks of up to `max_short_tokens` tokens arrive as `PackedBatch.short`, others as spans."""
+    """One way to attend. Chunks of up to `max_short_tokens` tokens arrive as `PackedBatch.short`, others as spans;
+    prefixes that chunks share, where `shares_prefixes`, as `PackedBatch.shared`."""
 
     name: str
     max_short_tokens: int
+    shares_prefixes: bool
 
     def begin(self, batch: PackedBatch) -> AttentionStep: ...
 

@@ -14,12 +14,14 @@ from typing import Any
 import numba
 import numpy as np
 
+from engine.vector_exp import exp32
+
 # Sums may be reordered, which is what lets LLVM use vectors. NaN and infinity keep their meaning: a broken sequence
 # must be seen as broken by the sampler.
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
 
 
-@numba.njit(parallel=True, fastmath=_FASTMATH, nogil=True, cache=True, boundscheck=False)
+@numba.njit(parallel=True, fastmath=_FASTMATH, nogil=True, cache=True, error_model="numpy")
 def attend_segments(
     pool: Any,  # float32 [block, layer, 2, token, kv_head, head_dim]
     layer: int,
@@ -32,14 +34,16 @@ def attend_segments(
     tables: Any,  # int32: all block tables, one after another
     row_items: Any,  # int32 [short row + 1]: the items of a short row are row_items[i] … row_items[i + 1]
     partial: Any,  # float32 [item, head, head_dim + 2]: scratch
+    weights: Any,  # float32 [row, head]: the logarithm of the weight of what `out` holds; −infinity: it holds nothing
     out: Any,  # float32 [row, head, head_dim]
 ) -> None:
-    """Writes the attention of every short row into its row of `out`; other rows are left alone."""
+    """Folds the attention of every short row into its row of `out`; other rows are left alone."""
     tokens_per_block = pool.shape[3]
     kv_heads = pool.shape[4]
     head_dim = pool.shape[5]
     group = query.shape[1] // kv_heads
     num_items = item_row.shape[0]
+    factor = np.float32(scale)
 
     for work in numba.prange(num_items * kv_heads):
         item = work // kv_heads
@@ -61,14 +65,35 @@ def attend_segments(
             block = tables[item_table[item] + position // tokens_per_block]
             count = min(tokens_per_block - offset, item_last[item] - position)
 
-            for t in range(count):
-                key = pool[block, layer, 0, offset + t, kv_head]
-                for g in range(group):
-                    asks = query[row, first_head + g]
+            # Four tokens at a time: Q is loaded once for all of them, and so is, below, the sum of V.
+            fours = count - count % 4
+            for g in range(group):
+                asks = query[row, first_head + g]
+                for t in range(0, fours, 4):
+                    key_0 = pool[block, layer, 0, offset + t, kv_head]
+                    key_1 = pool[block, layer, 0, offset + t + 1, kv_head]
+                    key_2 = pool[block, layer, 0, offset + t + 2, kv_head]
+                    key_3 = pool[block, layer, 0, offset + t + 3, kv_head]
+                    score_0 = np.float32(0.0)
+                    score_1 = np.float32(0.0)
+                    score_2 = np.float32(0.0)
+                    score_3 = np.float32(0.0)
+                    for d in range(head_dim):
+                        ask = asks[d]
+                        score_0 += ask * key_0[d]
+                        score_1 += ask * key_1[d]
+                        score_2 += ask * key_2[d]
+                        score_3 += ask * key_3[d]
+                    scores[g, t] = score_0 * factor
+                    scores[g, t + 1] = score_1 * factor
+                    scores[g, t + 2] = score_2 * factor
+                    scores[g, t + 3] = score_3 * factor
+                for t in range(fours, count):
+                    key = pool[block, layer, 0, offset + t, kv_head]
                     score = np.float32(0.0)
                     for d in range(head_dim):
                         score += asks[d] * key[d]
-                    scores[g, t] = score * scale
+                    scores[g, t] = score * factor
 
             for g in range(group):
                 state = partial[item, first_head + g]
@@ -78,22 +103,39 @@ def attend_segments(
                     if not scores[g, t] <= highest:
                         highest = scores[g, t]
                 if highest != state[head_dim]:
-                    shrink = np.exp(state[head_dim] - highest)
+                    shrink = exp32(state[head_dim] - highest)
                     state[head_dim] = highest
                     state[head_dim + 1] *= shrink
                     for d in range(head_dim):
                         state[d] *= shrink
                 total = np.float32(0.0)
+                row_scores = scores[g]
                 for t in range(count):
-                    weight = np.exp(scores[g, t] - highest)
-                    scores[g, t] = weight
+                    weight = exp32(row_scores[t] - highest)
+                    row_scores[t] = weight
                     total += weight
                 state[head_dim + 1] += total
 
-            for t in range(count):
-                value = pool[block, layer, 1, offset + t, kv_head]
-                for g in range(group):
-                    state = partial[item, first_head + g]
+            for g in range(group):
+                state = partial[item, first_head + g]
+                for t in range(0, fours, 4):
+                    value_0 = pool[block, layer, 1, offset + t, kv_head]
+                    value_1 = pool[block, layer, 1, offset + t + 1, kv_head]
+                    value_2 = pool[block, layer, 1, offset + t + 2, kv_head]
+                    value_3 = pool[block, layer, 1, offset + t + 3, kv_head]
+                    weight_0 = scores[g, t]
+                    weight_1 = scores[g, t + 1]
+                    weight_2 = scores[g, t + 2]
+                    weight_3 = scores[g, t + 3]
+                    for d in range(head_dim):
+                        state[d] += (
+                            weight_0 * value_0[d]
+                            + weight_1 * value_1[d]
+                            + weight_2 * value_2[d]
+                            + weight_3 * value_3[d]
+                        )
+                for t in range(fours, count):
+                    value = pool[block, layer, 1, offset + t, kv_head]
                     weight = scores[g, t]
                     for d in range(head_dim):
                         state[d] += weight * value[d]
@@ -105,19 +147,27 @@ def attend_segments(
         head = work % heads
         begin = row_items[short]
         end = row_items[short + 1]
-        highest = partial[begin, head, head_dim]
-        for item in range(begin + 1, end):
+        row = item_row[begin]
+        # What shared prefixes gave is one more part, of weight 1 at its own logarithm.
+        highest = weights[row, head]
+        for item in range(begin, end):
             if not partial[item, head, head_dim] <= highest:
                 highest = partial[item, head, head_dim]
         total = np.float32(0.0)
-        result = out[item_row[begin], head]
-        for d in range(head_dim):
-            result[d] = 0.0
-        for item in range(begin, end):
-            weight = np.exp(partial[item, head, head_dim] - highest)
-            total += weight * partial[item, head, head_dim + 1]
+        result = out[row, head]
+        if weights[row, head] == -np.inf:
             for d in range(head_dim):
-                result[d] += weight * partial[item, head, d]
+                result[d] = 0.0
+        else:
+            total = exp32(weights[row, head] - highest)
+            for d in range(head_dim):
+                result[d] *= total
+        for item in range(begin, end):
+            state = partial[item, head]
+            weight = exp32(state[head_dim] - highest)
+            total += weight * state[head_dim + 1]
+            for d in range(head_dim):
+                result[d] += weight * state[d]
         inverse = np.float32(1.0) / total
         for d in range(head_dim):
             result[d] *= inverse

@@ -175,6 +175,8 @@ def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
         return empty_like(*args, **kwargs).fill_(math.nan)  # type: ignore[arg-type,call-overload]
 
     monkeypatch.setattr(torch, "empty_like", nan_like)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(math.nan))
     scratch = CpuAttention.scratch
 
     def nan_scratch(self: CpuAttention, num_floats: int) -> np.ndarray:
