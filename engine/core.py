@@ -16,6 +16,7 @@ from cached.keys import OwnerId, namespace, token_bytes
 from engine.block_pool import BlockPool
 from engine.errors import EngineError
 from engine.events import Event, SnapshotBlock
+from engine.fair_places import Verdict
 from engine.index_columns import IndexColumns
 from engine.offload import Offloader, Outbox
 from engine.onboarding import Onboarding
@@ -287,10 +288,19 @@ class EngineCore:
         if request.cache_salt == "":
             message = "cache_salt is empty; leave it out or give at least one character"
             return Refused("invalid_value", message, "cache_salt", False)
-        if len(self._roster.waiting) >= settings.max_queue:
-            message = f"{len(self._roster.waiting)} requests are waiting already; try again shortly"
-            return Refused("engine_overloaded", message, None, True)
-        return None
+        return self._no_place(request.owner)
+
+    def _no_place(self, owner: OwnerId) -> Refused | None:
+        places = self._roster.waiting.places
+        match places.judge(owner, self.settings.max_queue):
+            case Verdict.MAY_TAKE:
+                return None
+            case Verdict.OWN_SHARE_TAKEN:
+                # Not how many places are free: that would tell one tenant how busy the others are.
+                message = f"{places.count_of(owner)} of your own requests are waiting, which is your share of the queue"
+            case Verdict.ALL_TAKEN:
+                message = f"{len(places)} requests are waiting already"
+        return Refused("engine_overloaded", f"{message}; try again shortly", None, True)
 
     # After a step.
 

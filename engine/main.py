@@ -263,7 +263,8 @@ def _facts(config: EngineConfig, runner: ModelRunner, settings: CoreSettings, in
         tokens_per_block=settings.tokens_per_block,
         num_blocks=settings.num_blocks,
         layout_fingerprint=runner.info.layout_fingerprint,
-        credits=settings.max_queue,
+        # What a lone owner may have inside by the core's rule, a full batch and half of the queue, is half of this.
+        credits=settings.max_queue + 2 * settings.max_batch_size,
     )
 
 

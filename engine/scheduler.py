@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from cached.keys import BlockHash
+from engine.fair_places import FairPlaces
 from engine.sequence import Sequence
 
 _Lane = list[tuple[int, int, Sequence]]
@@ -26,6 +27,7 @@ class WaitingQueue:
     the rest of one plan."""
 
     def __init__(self) -> None:
+        self.places = FairPlaces()
         self._members: set[Sequence] = set()
         self._ready: set[Sequence] = set()
         self._front: _Lane = []
@@ -44,7 +46,7 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence, or make one that was elsewhere in the queue ready; it keeps its place by arrival."""
-        self._members.add(sequence)
+        self._enter(sequence)
         if sequence in self._ready:
             return
         self._ready.add(sequence)
@@ -77,7 +79,9 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Out of the queue, wherever it stands."""
-        self._members.discard(sequence)
+        if sequence in self._members:
+            self._members.remove(sequence)
+            self.places.give_back(sequence.request.owner)
         self._ready.discard(sequence)
         parked_on = self._parked_on.pop(sequence, None)
         if parked_on is not None:
@@ -104,7 +108,7 @@ class WaitingQueue:
 
     def hold(self, sequence: Sequence) -> None:
         """Wait for the tier's answer; `push` makes it ready again."""
-        self._members.add(sequence)
+        self._enter(sequence)
         self._ready.discard(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
@@ -127,6 +131,13 @@ class WaitingQueue:
         assert sorted(self._lanes) == sorted(self._rotation)
         queued = {entry[2] for lane in (self._front, *self._lanes.values()) for entry in lane}
         assert self._ready <= queued
+        self.places.check_invariants()
+        assert len(self.places) == len(self._members)
+
+    def _enter(self, sequence: Sequence) -> None:
+        if sequence not in self._members:
+            self._members.add(sequence)
+            self.places.take(sequence.request.owner)
 
     def _lane_of(self, sequence: Sequence) -> _Lane:
         if sequence.was_preempted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from cached.keys import OwnerId
@@ -9,7 +11,7 @@ from cached.retention import Retention, RetentionConfig, TokenRange
 from engine.events import Created, EventRing, Lost, Removed, Stored, Updated
 from engine.plan import Sampled, StepResult
 from engine.protocol import Sampling
-from engine.values import Refused
+from engine.values import Queued, Refused
 from tests.support.engine_world import EOS, World, at, expected_output, ranges, settings
 
 
@@ -467,13 +469,29 @@ def test_a_prompt_that_cannot_run_is_refused_and_changes_nothing(prompt: list[in
 
 def test_a_full_queue_refuses_in_a_retryable_way() -> None:
     world = World(settings(4, 8, max_queue=2))
-    world.submit([1])
-    world.submit([2])
+    world.submit([1], owner=OwnerId(b"1" * 16))
+    world.submit([2], owner=OwnerId(b"2" * 16))
 
-    _, answer = world.try_submit([3])
+    _, answer = world.try_submit([3], owner=OwnerId(b"3" * 16))
 
     assert isinstance(answer, Refused)
     assert (answer.code, answer.retryable) == ("engine_overloaded", True)
+
+
+def test_an_owner_that_asks_for_the_whole_queue_is_told_that_it_is_its_share_and_others_find_places() -> None:
+    world = World(settings(4, 8, max_queue=8))
+    greedy, other = OwnerId(b"1" * 16), OwnerId(b"2" * 16)
+    answers = [world.try_submit([1], owner=greedy)[1] for _ in range(20)]
+
+    refused = [answer for answer in answers if isinstance(answer, Refused)]
+    _, theirs = world.try_submit([2], owner=other)
+
+    assert len(answers) - len(refused) == 4
+    assert {(answer.code, answer.retryable) for answer in refused} == {("engine_overloaded", True)}
+    assert "your share of the queue" in refused[0].message
+    assert isinstance(theirs, Queued)
+    world.run()
+    assert isinstance(world.try_submit([1], owner=greedy)[1], Queued)
 
 
 def test_owners_take_turns_and_each_is_first_come_first_served() -> None:
@@ -486,6 +504,46 @@ def test_owners_take_turns_and_each_is_first_come_first_served() -> None:
 
     order = [sequence for _, sequence, _ in world.chunks]
     assert order == [mine[0], theirs[0], mine[1], theirs[1], mine[2], mine[3]]
+
+
+def test_an_owner_with_a_hundred_long_prompts_does_not_keep_another_waiting() -> None:
+    world = World(settings(4, 4096, max_batch_size=64, max_num_tokens=64, max_queue=1000), check=False)
+    one, other = OwnerId(b"1" * 16), OwnerId(b"2" * 16)
+    for number in range(100):
+        world.submit([number % 90, *range(79)], 4, owner=one, salt=f"1-{number}")
+    for _ in range(40):
+        world.step()
+    short = world.submit([7, 8, 9], 2, owner=other, salt="2")
+
+    steps = steps_until(world, lambda: world.lives[short].first is not None)
+
+    assert world.core.statistics().sequences_waiting > 20
+    assert (
+        steps <= 4
+    )  # One quarter of a step is shared by those who are not the oldest, the next one waiting among them.
+
+
+def test_of_the_places_that_become_free_in_a_full_batch_every_other_goes_to_the_owner_that_waits() -> None:
+    world = World(settings(4, 4096, max_batch_size=4, max_num_tokens=64, max_queue=1000), check=False)
+    one, other = OwnerId(b"1" * 16), OwnerId(b"2" * 16)
+    theirs = [world.submit([number, 5], 20 + 5 * number, owner=one, salt=f"1-{number}") for number in range(50)]
+    for _ in range(5):
+        world.step()
+    mine = world.submit([7, 8, 9], 2, owner=other, salt="2")
+
+    steps_until(world, lambda: world.lives[mine].first is not None)
+
+    # When it came it was the rival's turn; the second is its own, whatever else waits.
+    assert sum(world.lives[each].finish is not None for each in theirs) <= 2
+
+
+def steps_until(world: World, holds: Callable[[], bool]) -> int:
+    """How many steps it takes."""
+    for count in range(1000):
+        if holds():
+            return count
+        world.step()
+    raise AssertionError(f"never in 1000 steps: {world.core.statistics()}")
 
 
 def test_signals_for_unknown_sequences_are_ignored() -> None:
