@@ -28,13 +28,14 @@ from typing import Any, Final, cast
 import structlog
 
 from cached.errors import WireError
-from cached.keys import OWNER_BYTES
+from cached.keys import OWNER_BYTES, OwnerId
 from cached.protocol import OwnerShare as HostShare
 from cached.wire import FrameReader
 from engine.admission import chosen_seed, fault_of, unpacked
 from engine.errors import EngineConfigError
 from engine.event_feed import EventFeed, EventReader
 from engine.event_messages import Subscribe
+from engine.fair_places import FairPlaces, Verdict
 from engine.index_columns import IndexColumns
 from engine.loop import (
     Admit,
@@ -89,6 +90,8 @@ RESUME_AFTER_S: Final = 0.02
 SNAPSHOT_FRESH_S: Final = 1.0
 """A snapshot costs the step thread a walk of the whole index: consumers that ask within this time share one."""
 LISTEN_BACKLOG: Final = 128
+SOCKET_CHECK_S: Final = 2.0
+"""How often the engine looks whether its socket's path still leads to it."""
 
 log = structlog.get_logger("engine.server")
 
@@ -132,16 +135,27 @@ class EngineServer:
         self.is_stopping = False
         self.connections: set[_Connection] = set()
         self.counters = dict.fromkeys(
-            ("connections", "refused_peers", "bad_frames", "slow_gateways", "requests", "rejected", "cancelled"), 0
+            (
+                "connections",
+                "refused_peers",
+                "bad_frames",
+                "slow_gateways",
+                "requests",
+                "rejected",
+                "cancelled",
+                "sockets_remade",
+            ),
+            0,
         )
         self._allowed_uids = allowed_uids | {0, os.geteuid()}
         self._on_ended = on_ended
-        self._live: dict[int, tuple[_Connection, int]] = {}
+        self._live: dict[int, _Live] = {}
         self._is_snapshot_asked = False
         self._last_sequence_id = 0
         self._table_version = -1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.AbstractServer | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def num_live(self) -> int:
@@ -152,19 +166,52 @@ class EngineServer:
         """Bind and accept; raises EngineConfigError when another engine has the socket."""
         self._loop = asyncio.get_running_loop()
         self._path = path
-        self._socket = bind_socket(path)
-        self._inode = path.stat().st_ino
-        self._server = await self._loop.create_unix_server(
-            lambda: _Connection(self), sock=self._socket, backlog=LISTEN_BACKLOG
+        await self._bind()
+        self._directory_mode = path.parent.stat().st_mode & 0o7777
+        self._watch = self._loop.create_task(self._keep_reachable())
+
+    async def _bind(self) -> None:
+        bound = bind_socket(self._path)
+        self._socket_id = _file_id(self._path)
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            lambda: _Connection(self), sock=bound, backlog=LISTEN_BACKLOG
         )
+
+    async def _keep_reachable(self) -> None:
+        """Whoever cleans up directories of sockets may remove one that is in use: nobody new would reach this engine,
+        and nothing would say so."""
+        last_error = ""
+        while True:
+            await asyncio.sleep(SOCKET_CHECK_S)
+            if _file_id(self._path) == self._socket_id:
+                continue
+            try:
+                await self._bind_again()
+                last_error = ""
+            except (OSError, EngineConfigError) as error:
+                if str(error) != last_error:
+                    log.error("the socket is gone and cannot be made again", socket=str(self._path), error=str(error))
+                last_error = str(error)
+
+    async def _bind_again(self) -> None:
+        if not self._path.parent.exists():
+            self._path.parent.mkdir(mode=self._directory_mode, parents=True)
+        former = self._server
+        await self._bind()
+        if former is not None:
+            former.close()  # Stops listening; those who are connected stay.
+        self.counters["sockets_remade"] += 1
+        log.warning("the socket was gone and was made again", socket=str(self._path))
 
     async def close(self, reason: str) -> None:
         """Stop accepting, end every request with a retryable error, let that reach the gateways, disconnect."""
         self.is_stopping = True
+        if self._watch is not None:
+            self._watch.cancel()
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(OSError):
-            if self._path.stat().st_ino == self._inode:
+            if _file_id(self._path) == self._socket_id:
                 self._path.unlink()
         self.fail_all(reason)
         for connection in list(self.connections):
@@ -244,7 +291,7 @@ class EngineServer:
             found = self._live.get(output.sequence_id)
             if found is None:
                 continue
-            connection, request_id = found
+            connection, request_id = found.connection, found.request_id
             if output.finish is not None:
                 is_held = request_id in connection.held
                 self.forget(output.sequence_id)
@@ -259,9 +306,8 @@ class EngineServer:
     def _take_refusal(self, sequence_id: int, refused: Refused) -> None:
         found = self._live.get(sequence_id)
         if found is not None:
-            connection, request_id = found
             self.forget(sequence_id)
-            connection.reject(request_id, refused)
+            found.connection.reject(found.request_id, refused)
 
     def _take_snapshot(self, blocks: IndexColumns) -> None:
         self._is_snapshot_asked = False
@@ -283,21 +329,30 @@ class EngineServer:
         """Give a request to the step loop, or say why not."""
         if self.is_stopping:
             return Refused("engine_overloaded", "The engine is stopping.", None, True)
-        if len(connection.sequences) >= self.facts.credits:
-            return Refused(
-                "engine_overloaded", f"All {self.facts.credits} places of this engine are taken.", None, True
-            )
-        fault = fault_of(submit, self.facts.vocab_size)
+        fault = fault_of(submit, self.facts.vocab_size) or self._no_credit(connection, submit.owner)
         if fault is not None:
             return fault
         self._last_sequence_id += 1
         sequence_id = self._last_sequence_id
-        self._live[sequence_id] = (connection, submit.request_id)
+        self._live[sequence_id] = _Live(connection, submit.request_id, submit.owner)
         connection.sequences[submit.request_id] = sequence_id
+        connection.places.take(submit.owner)
         if submit.hold_generated:
             connection.held.add(submit.request_id)
         self.inbox.put(Admit(_request(sequence_id, submit), now_s()))
         return None
+
+    def _no_credit(self, connection: _Connection, owner: OwnerId) -> Refused | None:
+        """The core judges the queue, between two steps; until then nobody may fill a connection either."""
+        match connection.places.judge(owner, self.facts.credits):
+            case Verdict.MAY_TAKE:
+                return None
+            case Verdict.OWN_SHARE_TAKEN:
+                own = connection.places.count_of(owner)
+                message = f"{own} of your own requests are inside, which is your share of this engine's places."
+            case Verdict.ALL_TAKEN:
+                message = f"All {self.facts.credits} places of this engine are taken."
+        return Refused("engine_overloaded", message, None, True)
 
     def weigh(self, table: OwnerTable) -> None:
         """Take a table of shares unless a newer one is known; raises WireError for an impossible one. Floors and ceilings
@@ -327,9 +382,19 @@ class EngineServer:
 
     def forget(self, sequence_id: int) -> None:
         """From now on nothing is said about a sequence."""
-        connection, request_id = self._live.pop(sequence_id)
-        del connection.sequences[request_id]
-        connection.held.discard(request_id)
+        live = self._live.pop(sequence_id)
+        del live.connection.sequences[live.request_id]
+        live.connection.held.discard(live.request_id)
+        live.connection.places.give_back(live.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request inside: whose it is, by the id that its gateway gave it, and who is charged for it."""
+
+    connection: _Connection
+    request_id: int
+    owner: OwnerId
 
 
 class _Connection(asyncio.Protocol):
@@ -339,6 +404,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: EngineServer) -> None:
         self.sequences: dict[int, int] = {}
         self.held: set[int] = set()
+        self.places = FairPlaces()
         self._unconfirmed: dict[int, int] = {}
         self._server = server
         self._reader = FrameReader(MAX_FRAME_BYTES)
@@ -597,6 +663,15 @@ def clear_socket(path: Path) -> None:
                 raise EngineConfigError(f"socket {path} belongs to an engine that runs; stop it or choose another path")
     elif path.exists():
         raise EngineConfigError(f"socket {path} is in the way and is no socket; choose another path")
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """What a path leads to; None where it leads to nothing that can be seen."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _request(sequence_id: int, submit: Submit) -> NewRequest:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cached.keys import NO_OWNER
+from cached.keys import NO_OWNER, OwnerId
 from cached.wire import HEADER_BYTES
 from engine.client import EngineClient, EngineStream
 from engine.errors import EngineConfigError, EngineUnavailable, RequestRejected
@@ -287,6 +287,31 @@ async def test_a_prompt_longer_than_the_pool_and_a_token_outside_the_vocabulary_
         assert not too_long.value.retryable
         assert not outside.value.retryable
         assert client.num_inflight == 0
+
+
+async def test_an_owner_that_floods_a_connection_within_one_step_leaves_places_to_others() -> None:
+    greedy, other = OwnerId(b"1" * 16), OwnerId(b"2" * 16)
+    async with Shell(FakeRunner(gate=threading.Event()), credits=20) as shell:
+        client = await shell.client()
+        busy = client.submit([1, 2, 3], 1, GREEDY, owner=greedy)
+        await asyncio.to_thread(shell.runner.executing.wait)
+        # The step that runs never ends here, so the core cannot judge; the connection has to.
+        flood = [client.submit([4, 5, each], 1, GREEDY, owner=greedy) for each in range(30)]
+        with pytest.raises(RequestRejected, match="your share") as refused:
+            await anext(flood[-1])
+        theirs = client.submit([6, 7, 8], 1, GREEDY, owner=other)
+        async with asyncio.timeout(WAIT_S):
+            while shell.server.num_live < 11:  # Ten of the greedy one, and this.
+                await asyncio.sleep(0.005)
+
+        assert refused.value.retryable
+        assert shell.runner.gate is not None
+        shell.runner.gate.set()
+        assert [event async for event in theirs][-1].finish == "length"
+        assert [event async for event in busy][-1].finish == "length"
+        for stream in flood[:-1]:
+            stream.cancel()
+        await shell.until(is_quiet)
 
 
 async def test_more_than_the_credits_is_rejected_as_busy() -> None:
