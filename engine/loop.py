@@ -23,14 +23,14 @@ from cached.protocol import OwnerShare as HostShare
 from engine.core import EngineCore
 from engine.events import Event
 from engine.index_columns import IndexColumns
-from engine.plan import StepPlan, StepResult
+from engine.plan import Sampled, StepPlan, StepResult
 from engine.protocol import TierState
 from engine.rates import Rate
 from engine.tier import Loaded, LookedUp, Offered, TierAnswer, TierIs, TierWorker
 from engine.values import CoreStatistics, NewRequest, Queued, Refused, SequenceOutput
 
 MAX_FAILED_STEPS: Final = 3
-"""Steps that fail in a row before the engine ends, for its supervisor to start another."""
+"""Steps of which nothing could be computed, in a row, before the engine ends, for its supervisor to start another."""
 MIN_SLEEP_S: Final = 0.005
 SHUTDOWN_DRAIN_S: Final = 2.0
 IDLE_CHECK_S: Final = 1.0
@@ -302,13 +302,40 @@ class StepLoop:
         try:
             result = self._runner.execute(plan, lambda: self._is_pointless(plan))
         except Exception as error:
-            self._num_failed_in_a_row += 1
             self._counters["steps_failed"] += 1
             log.exception("step failed", step_id=plan.step_id, sequences=len(plan.chunks), error=type(error).__name__)
-            failed = tuple((chunk.sequence_id, STEP_FAILED) for chunk in plan.chunks)
-            return StepResult(plan.step_id, (), failed=failed)
+            return self._execute_alone(plan)
         self._num_failed_in_a_row = 0
         return result
+
+    def _execute_alone(self, plan: StepPlan) -> StepResult:
+        """The chunks of a plan that failed, one by one, so that only those fail that cannot be computed even alone.
+
+        In the plan's order, since a chunk may attend over what one before it writes; the core sees to those that stand on
+        one that fails. Doing again what the failed step has done already is harmless: the same bytes go to the same places.
+        """
+        self._num_failed_in_a_row += 1  # Unless one of them can be computed.
+        failed = {chunk.sequence_id: STEP_FAILED for chunk in plan.chunks}
+        sampled: list[Sampled] = []
+        for part in _parts(plan):
+            result = self._execute_part(part)
+            if result is None and not part.chunks:
+                break  # Without the copies no chunk stands on what it should.
+            if result is None or not part.chunks:
+                continue
+            self._num_failed_in_a_row = 0
+            if not result.aborted:  # Nobody waits for one that was given up: it was cancelled, or the engine stops.
+                del failed[part.chunks[0].sequence_id]
+                failed.update(result.failed)
+                sampled.extend(result.sampled)
+        return StepResult(plan.step_id, tuple(sampled), failed=tuple(failed.items()))
+
+    def _execute_part(self, part: StepPlan) -> StepResult | None:
+        try:
+            return self._runner.execute(part, lambda: self._is_pointless(part))
+        except Exception as error:
+            log.warning("a sequence alone failed", step_id=part.step_id, error=type(error).__name__)
+            return None
 
     def _is_pointless(self, plan: StepPlan) -> bool:
         if self._inbox.is_stopping:
@@ -434,3 +461,11 @@ class StepLoop:
             "inbox": len(self._inbox),
             "settings": asdict(self._core.settings),
         }
+
+
+def _parts(plan: StepPlan) -> list[StepPlan]:
+    """A plan in pieces that have one chunk each, after one that has the copies; none of a plan that is such a piece."""
+    if len(plan.chunks) + bool(plan.copies) < 2:
+        return []
+    copies = [StepPlan(plan.step_id, plan.copies, ())] if plan.copies else []
+    return copies + [StepPlan(plan.step_id, (), (chunk,)) for chunk in plan.chunks]
