@@ -168,8 +168,7 @@ class Server:
                 return
             self._num_verifying -= 1
             if store is self.tier.store:
-                store.verified(item, is_sound)
-                if not is_sound:
+                if store.verified(item, is_sound):
                     log.warning("block failed verification and is dropped", slot=item.slot)
 
     # --- Peers ----------------------------------------------------------------------------------------------

@@ -284,17 +284,19 @@ class BlockStore:
 
     # --- Verification ---------------------------------------------------------------------------------------
 
-    def verified(self, item: Unverified, is_sound: bool) -> None:
-        """The bytes of an unverified block were read: it is served from now on, or it goes with its descendants."""
+    def verified(self, item: Unverified, is_sound: bool) -> bool:
+        """The bytes of an unverified block were read: it is served from now on, or it goes with its descendants, which
+        True tells. Nothing happens when another block has come into its slot, whose bytes these were then."""
         columns = self.blocks
         if columns.state[item.slot] != slots.UNVERIFIED or columns.generation[item.slot] != item.generation:
-            return
+            return False
         if is_sound:
             self.counters.verified += 1
             columns.move(item.slot, slots.STORED)
         else:
             self.counters.corrupt += 1
             self._contents.forget_family(item.slot)
+        return not is_sound
 
     def suspect(self, hashes: bytes) -> None:
         """A peer found bytes that do not match: these blocks are verified before they are served again."""

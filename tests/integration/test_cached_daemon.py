@@ -220,6 +220,7 @@ def kill_and_check(directory: Path, kills: int, seed: int) -> None:
                 copies = load(reader, names)
                 assert copies == contents(names)[: len(copies)]
             reader.close()
+            assert daemon.stats()["corrupt"] == 0, f"a committed block went bad (seed {seed})"
             daemon.kill()
     finally:
         stop.set()

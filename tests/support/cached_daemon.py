@@ -52,7 +52,7 @@ class Daemon:
     def start(self) -> None:
         """Returns when the daemon answers."""
         self.process = self.spawn()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while True:
             assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}"
             assert time.monotonic() < deadline, "the daemon does not answer"
