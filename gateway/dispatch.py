@@ -7,6 +7,7 @@ that has not ended is cancelled before the block is over.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -51,6 +52,8 @@ class Generation:
         self._engine = engine
         self._work = work
         self._silence_timeout_s = silence_timeout_s
+        self.first_token_s: float | None = None
+        """When the first token of any choice came, by the monotonic clock."""
         self._streams: list[EngineStream] = []
         self._sequences = [self._sequence(plan) for plan in work.plans]
         self._running = {plan.index for plan in work.plans}
@@ -95,6 +98,8 @@ class Generation:
             raise engine_unavailable() from None
         if event.finish in ("error", "cancelled"):
             raise engine_failed(event.error or "The engine could not finish the request. It may be retried.")
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
         progress = self._sequences[index].feed(event)
         self._tell_engine(self._streams[index], progress)
         if progress.delta.finish is not None:

@@ -66,12 +66,14 @@ class Handlers:
 
     async def readyz(self, request: web.Request) -> web.StreamResponse:
         """Whether a request would be served. A missing host tier is a state, not an error."""
-        engine = "connected" if self._engines.is_connected else "absent"
+        is_connected = self._engines.is_connected
+        # What an engine said before it went away is old.
+        engine, tier = ("connected", self._engines.tier) if is_connected else ("absent", "unknown")
         if self._inflight.is_draining:
-            return json_response({"status": "draining", "engine": engine, "tier": self._engines.tier}, 503)
-        if not self._engines.is_connected:
-            return json_response({"status": "unavailable", "engine": engine, "tier": self._engines.tier}, 503)
-        return json_response({"status": "ready", "engine": engine, "tier": self._engines.tier})
+            return json_response({"status": "draining", "engine": engine, "tier": tier}, 503)
+        if not is_connected:
+            return json_response({"status": "unavailable", "engine": engine, "tier": tier}, 503)
+        return json_response({"status": "ready", "engine": engine, "tier": tier})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return json_response(models_body(self._config.model_id, self._started_at))
@@ -178,6 +180,7 @@ class Handlers:
                 return await self._stream(request, generation, len(work.plans), renderer)
             return await self._whole(request, generation, renderer)
         finally:
+            record.first_token_s = generation.first_token_s
             if generation.has_begun:
                 record.usage = generation.usage()
 
@@ -211,12 +214,9 @@ class Handlers:
         renderer: Renderer,
         stream: EventStream,
     ) -> None:
-        record = request[RECORD]
         opening = renderer.opening(num_choices)
         async with generation:
             async for delta in generation:
-                if record.first_token_s is None:
-                    record.first_token_s = time.monotonic()
                 await stream.write(sse.data_frames([*opening, *renderer.chunks(delta)]))
                 opening = []
 

@@ -53,9 +53,27 @@ class GatewayMetrics:
         self.completion_tokens = Counter(
             "halocline_gateway_completion_tokens", "Generated tokens that count.", ["tenant"], registry=self.registry
         )
+        self.warm_up_requests = Counter(
+            "halocline_gateway_warm_up_requests",
+            "Requests that said they are warm-ups, answered; they are in no other counter or histogram of requests.",
+            ["route", "status", "tenant"],
+            registry=self.registry,
+        )
+        self.warm_up_prompt_tokens = Counter(
+            "halocline_gateway_warm_up_prompt_tokens",
+            "Prompt tokens of warm-ups by tenant and by where they came from: device, host or computed.",
+            ["tenant", "tier"],
+            registry=self.registry,
+        )
+        self.warm_up_completion_tokens = Counter(
+            "halocline_gateway_warm_up_completion_tokens",
+            "Generated tokens of warm-ups that count.",
+            ["tenant"],
+            registry=self.registry,
+        )
         self.ttft = Histogram(
             "halocline_gateway_ttft_seconds",
-            "From the request's arrival to its first token.",
+            "From the request's arrival to its first token, whether the answer is streamed or not.",
             buckets=_SECONDS,
             registry=self.registry,
         )
@@ -77,18 +95,27 @@ class GatewayMetrics:
 
     def count_usage(self, tenant: str, usage: Usage) -> None:
         """Add what one request used."""
-        for tier, tokens in (
-            ("device", usage.device_tokens),
-            ("host", usage.host_tokens),
-            ("computed", usage.computed_tokens),
-        ):
+        for tier, tokens in _by_tier(usage):
             self.prompt_tokens.labels(tenant, tier).inc(tokens)
         self.completion_tokens.labels(tenant).inc(usage.completion_tokens)
+
+    def count_warm_up(self, route: str, status: str, tenant: str, usage: Usage | None) -> None:
+        """Add a warm-up where it is not taken for traffic: hit rates and waits are those of tenants' own requests."""
+        self.warm_up_requests.labels(route, status, tenant).inc()
+        if usage is None:
+            return
+        for tier, tokens in _by_tier(usage):
+            self.warm_up_prompt_tokens.labels(tenant, tier).inc(tokens)
+        self.warm_up_completion_tokens.labels(tenant).inc(usage.completion_tokens)
 
     def exposition(self, engine_stats: Mapping[str, Any] | None) -> bytes:
         """Everything as Prometheus text; the engine's own numbers follow as gauges `halocline_engine_…`."""
         self.engine_connected.set(0 if engine_stats is None else 1)
         return generate_latest(self.registry) + _engine_lines(engine_stats or {}).encode()
+
+
+def _by_tier(usage: Usage) -> tuple[tuple[str, int], ...]:
+    return ("device", usage.device_tokens), ("host", usage.host_tokens), ("computed", usage.computed_tokens)
 
 
 def _engine_lines(stats: Mapping[str, Any]) -> str:

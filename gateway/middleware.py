@@ -25,6 +25,7 @@ from tenants.snapshot import Accepted, Denied, Suspended
 RECORD: Final = web.RequestKey("record", RequestRecord)
 CLIENT_GONE: Final = 499
 CLAMPED: Final = "x-halocline-clamped"
+WARM_UP: Final = "x-halocline-warm-up"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -103,12 +104,15 @@ def _note(metrics: GatewayMetrics, log: Any, request: web.Request, status: int, 
     record = request[RECORD]
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else "unmatched"
-    metrics.requests.labels(route, str(status), record.tenant).inc()
-    metrics.duration.labels(route).observe(now_s - record.started_s)
-    if record.first_token_s is not None:
-        metrics.ttft.observe(record.first_token_s - record.started_s)
-    if record.usage is not None:
-        metrics.count_usage(record.tenant, record.usage)
+    if record.is_warm_up:
+        metrics.count_warm_up(route, str(status), record.tenant, record.usage)
+    else:
+        metrics.requests.labels(route, str(status), record.tenant).inc()
+        metrics.duration.labels(route).observe(now_s - record.started_s)
+        if record.first_token_s is not None:
+            metrics.ttft.observe(record.first_token_s - record.started_s)
+        if record.usage is not None:
+            metrics.count_usage(record.tenant, record.usage)
     level = "debug" if route in ("/healthz", "/readyz", "/metrics") else "info"
     getattr(log, level)("request", method=_method(request), route=route, status=status, **record.log_fields(now_s))
 
@@ -129,6 +133,8 @@ def authenticated(handler: Handler, authenticate: Authenticator) -> Handler:
         if isinstance(verdict, Denied):
             raise errors.invalid_api_key()
         request[RECORD].identity = verdict.identity
+        # Only with a good key: guesses at keys are counted among the ordinary requests, whatever they call themselves.
+        request[RECORD].is_warm_up = request.headers.get(WARM_UP) == "1"
         if isinstance(verdict, Suspended):
             raise errors.tenant_suspended()
         return await handler(request)

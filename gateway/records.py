@@ -22,6 +22,7 @@ class RequestRecord:
     usage: Usage | None = field(default=None)
     first_token_s: float | None = None
     error: str | None = None
+    is_warm_up: bool = False
     clamped: tuple[str, ...] = ()
     is_default_retention_unreadable: bool = False
 
@@ -49,6 +50,8 @@ class RequestRecord:
                 "device_tokens": self.usage.device_tokens,
                 "host_tokens": self.usage.host_tokens,
             }
+        if self.is_warm_up:
+            fields["warm_up"] = True
         if self.clamped:
             fields["clamped"] = len(self.clamped)
         if self.is_default_retention_unreadable:
