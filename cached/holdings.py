@@ -15,7 +15,6 @@ from cached.blocks import EXPIRED, ORPHANED, QUARANTINED, RESERVED
 from cached.protocol import NEVER
 from cached.records import Holder
 
-
 _SLACK = 1024
 """Deadlines of what has ended that are tolerated beyond as many as there are live ones: a deadline is half a minute away,
 and a busy engine makes a million holdings in that time."""

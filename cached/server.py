@@ -167,9 +167,8 @@ class Server:
             except queue.Empty:
                 return
             self._num_verifying -= 1
-            if store is self.tier.store:
-                if store.verified(item, is_sound):
-                    log.warning("block failed verification and is dropped", slot=item.slot)
+            if store is self.tier.store and store.verified(item, is_sound):
+                log.warning("block failed verification and is dropped", slot=item.slot)
 
     # --- Peers ----------------------------------------------------------------------------------------------
 

@@ -276,7 +276,7 @@ class Session:
         return VerifyReply(message.request_id, self._tier.verify_all())
 
     def _settled(self, message: Settled, now: float) -> None:
-        self._tier.settled(self._holder)
+        self._tier.settled(self.number, self._holder)
 
     def _bye(self, message: Bye, now: float) -> None:
         self.state = State.CLOSED

@@ -114,7 +114,8 @@ class Tier:
         self._settings = settings
         self._first_id = first_id
         self._next_session = 1
-        self._engines: set[int] = set()
+        self._engines: dict[int, Holder] = {}
+        self._settled_by: dict[Holder, int] = {}
         self._observers: set[int] = set()
         self._last_seen = now
         self._published = 0
@@ -143,16 +144,22 @@ class Tier:
             return refusal
         assert self.store is not None
         session = self._new_session()
-        self.store.open_session(session, Holder(pid, started, hello.client_id))
-        self._engines.add(session)
+        holder = Holder(pid, started, hello.client_id)
+        self.store.open_session(session, holder)
+        self._engines[session] = holder
         return Admitted(session, hello.layout)
 
     def end_session(self, session: int, clean: bool, now: float) -> bool:
         """Undo what a session held; True when its process must be gone, or settle, before all of it is free."""
         self._observers.discard(session)
-        if session not in self._engines:
+        holder = self._engines.pop(session, None)
+        if holder is None:
             return False
-        self._engines.discard(session)
+        # Its client may have said in a later session that nothing of this one is under way, and be heard first.
+        settled_by = self._settled_by.get(holder, 0)
+        clean = clean or settled_by > session
+        if settled_by == session:
+            del self._settled_by[holder]
         self._last_seen = now
         assert self.store is not None
         return self.store.end_session(session, clean, now)
@@ -162,8 +169,10 @@ class Tier:
         if self.store is not None:
             self.store.settle(session)
 
-    def settled(self, holder: Holder) -> list[int]:
-        """This client has no copy of an earlier session under way; says which sessions are settled by that."""
+    def settled(self, session: int, holder: Holder) -> list[int]:
+        """This client, in this session, has no copy of an earlier one under way; says which sessions are settled by that.
+        Those whose end has not been seen yet will be, when it is."""
+        self._settled_by[holder] = session
         mine = [session for session, other in self.quarantined().items() if other == holder]
         for session in mine:
             self.process_gone(session)

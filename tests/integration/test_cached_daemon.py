@@ -601,6 +601,24 @@ def test_more_peers_than_allowed_are_told_so(directory: Path) -> None:
     daemon.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_stranger_is_refused_by_name_even_where_the_socket_lets_him_in(daemon: Daemon) -> None:
+    daemon.directory.chmod(0o755)
+    daemon.socket.chmod(0o666)
+
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        stranger = TierClient(daemon.socket, HELLO, 2.0)
+        state = stranger.poll()
+        refusal = stranger.refusal
+        os._exit(0 if state == "absent" and refusal is not None and refusal.reason == "user" else 1)
+    _, status = os.waitpid(pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert daemon.client().poll() == "ready"
+
+
 def test_running_out_of_descriptors_leaves_those_who_are_connected_served(daemon: Daemon) -> None:
     client = daemon.client()
     names = chain("descriptors", 2)

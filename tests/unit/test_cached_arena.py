@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -168,3 +170,18 @@ def test_a_table_of_garbage_is_replaced(tmp_path: Path) -> None:
 
     assert arena.layout is None
     arena.close(keep=True)
+
+
+def test_locking_more_than_the_limit_names_limit_and_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root locks what it likes, so the kernel's refusal is played."""
+
+    class Libc:
+        def mlock(self, *_: object) -> int:
+            ctypes.set_errno(errno.ENOMEM)
+            return -1
+
+    monkeypatch.setattr("cached.arena.ctypes.CDLL", lambda *_, **__: Libc())
+    monkeypatch.setattr("cached.arena.resource.getrlimit", lambda _: (65536, 65536))
+
+    with pytest.raises(ArenaError, match=r"needs 1048576 bytes and RLIMIT_MEMLOCK is 65536 bytes"):
+        Arena.open(tmp_path / "arena", 2**20, mlock=True)

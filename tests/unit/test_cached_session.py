@@ -24,6 +24,7 @@ from cached.protocol import (
     Layout,
     Lookup,
     Reserve,
+    Settled,
     Stats,
     StatsRequest,
     Touch,
@@ -157,6 +158,21 @@ def test_the_end_of_a_session_undoes_what_it_reserved(tier: Tier) -> None:
     assert tier.store is not None
     assert len(tier.store.blocks.index) == 0
     tier.store.check_invariants()
+
+
+def test_a_client_that_has_settled_before_its_old_session_was_seen_to_end_leaves_no_quarantine(tier: Tier) -> None:
+    """A client that lost patience reconnects and settles; a slow daemon may read that before the old connection's end."""
+    old, new = Session(tier, SETTINGS, Peer(1, 1)), Session(tier, SETTINGS, Peer(1, 1))
+    say(old, HELLO)
+    say(old, RESERVE)
+    say(new, HELLO)
+
+    new.receive(TABLE.encode(Settled()), 0.0)
+    unsettled = old.end(0.0)
+
+    assert unsettled is False
+    assert tier.quarantined() == {}
+    assert tier.statistics().reserved == 0
 
 
 def test_an_orphan_is_refused_by_name(tier: Tier) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 
 from cached.offers import Decision, Granted, Offer, Pending, Present, Refused, Retouch
-from cached.protocol import NEVER
+from cached.protocol import NEVER, OwnerShare
 from cached.records import Holder, StoredRecord
-from cached.store import BlockStore
+from cached.shares import ShareTable
+from cached.store import TURN_BLOCKS, BlockStore
 
 ENGINE, OTHER = 1, 2
 X, Y = b"x" * 16, b"y" * 16
@@ -45,6 +46,12 @@ def put(store: BlockStore, *offers: Offer, now: float = 0.0, session: int = ENGI
     store.commit(session, [(each.reservation, 0) for each in decisions if isinstance(each, Granted)], now)
     store.check_invariants()
     return decisions
+
+
+def put_quickly(store: BlockStore, *offers: Offer) -> None:
+    """The same without looking at everything after each."""
+    decisions = store.reserve(ENGINE, offers, 0.0)
+    store.commit(ENGINE, [(each.reservation, 0) for each in decisions if isinstance(each, Granted)], 0.0)
 
 
 def holds(store: BlockStore, *labels: str, now: float = 0.0) -> list[bool]:
@@ -267,3 +274,77 @@ def test_present_is_said_of_what_is_stored() -> None:
     put(store, offer("block"))
 
     assert store.reserve(OTHER, [offer("block")], 0.0) == [Present()]
+
+
+def test_a_mass_of_expiries_is_spread_over_turns_and_what_is_asked_for_goes_first() -> None:
+    store = make_store(TURN_BLOCKS * 2)
+    for number in range(TURN_BLOCKS * 2):
+        put_quickly(store, offer(f"due {number}", priority=80, deadline=5.0, drops=True))
+
+    store.expire(6.0)
+    left = len(store.blocks.index)
+    last = next(number for number in range(TURN_BLOCKS * 2) if name(f"due {number}") in store.blocks.index)
+    due = store.next_deadline()
+    found = store.lookup(name(f"due {last}"), 6.0)
+
+    assert left == TURN_BLOCKS
+    assert due is not None
+    assert due <= 6.0
+    assert found == 0
+    assert len(store.blocks.index) == 0
+    store.check_invariants()
+
+
+def test_an_expired_ancestor_is_seen_to_before_its_descendant_is_served() -> None:
+    store = make_store(TURN_BLOCKS * 2)
+    put_quickly(store, offer("root", deadline=5.5, drops=True), offer("child", parent="root"))
+    for number in range(TURN_BLOCKS + 10):
+        put_quickly(store, offer(f"due {number}", deadline=5.0))
+
+    assert store.lookup(name("child"), 6.0) == 0
+
+
+def test_below_its_floor_an_owner_takes_from_others_whatever_their_priority() -> None:
+    store = make_store(2)
+    put(store, offer("a", owner=Y, priority=100), offer("b", owner=Y, priority=100))
+    table = ShareTable(1, (OwnerShare(X, 1.0, 1, None), OwnerShare(Y, 1.0, 1, None)))
+    assert store.set_shares(table, 0.0) == "taken"
+
+    put(store, offer("mine", priority=0))
+
+    assert holds(store, "mine") == [True]
+    assert store.owners.counts()[Y] == 1
+
+
+def test_nothing_of_others_goes_for_an_owner_that_has_its_floor_and_the_refusal_says_floors() -> None:
+    store = make_store(2)
+    put(store, offer("theirs", owner=Y, priority=0))
+    put(store, offer("mine", priority=90))
+    store.set_shares(ShareTable(1, (OwnerShare(Y, 1.0, 1, None),)), 0.0)
+
+    assert put(store, offer("newcomer", priority=50)) == [Refused("floors")]
+
+    assert store.counters.refused_by_owner[X] == {"floors": 1}
+
+
+def test_at_its_ceiling_an_owner_evicts_its_own_though_there_is_room() -> None:
+    store = make_store(4)
+    store.set_shares(ShareTable(1, (OwnerShare(X, 1.0, 0, 1),)), 0.0)
+    put(store, offer("old"))
+
+    put(store, offer("new"))
+    refused = put(store, offer("humble", priority=10))
+
+    assert holds(store, "old", "new") == [False, True]
+    assert refused == [Refused("ceiling")]
+
+
+def test_a_lowered_ceiling_is_reached_at_the_next_turn() -> None:
+    store = make_store(4)
+    put(store, offer("a"), offer("b"), offer("c"))
+
+    store.set_shares(ShareTable(1, (OwnerShare(X, 1.0, 0, 1),)), 0.0)
+    store.expire(0.0)
+
+    assert store.owners.counts() == {X: 1}
+    store.check_invariants()
