@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
+
 from engine.events import Stored
 from tests.support.engine_world import World, at, expected_output, settings
 
@@ -90,38 +94,45 @@ def test_rule_3_3_a_producer_cancelled_while_it_loads_hands_over_when_the_load_i
     assert_right(world, *waiters)
 
 
-def test_rule_3_3_one_that_computes_the_block_anyway_becomes_its_producer() -> None:
-    """Two prompts end in the same block, which 3.1 has both compute; the first one goes, and nobody needs a third."""
-    world = World(settings(4, 32, max_num_tokens=22))
-    first = world.submit(HEAD)
+@pytest.mark.parametrize("rest", [range(1, 9)], ids=["it had more to make"])
+def test_rule_3_3_one_that_computes_the_block_anyway_becomes_its_producer(rest: Iterable[int]) -> None:
+    """Where a prompt ends with a block, 3.1 has it compute that block itself: it is under way when the producer fails."""
+    world = World(settings(4, 32, max_num_tokens=10))
+    producer = world.submit([*HEAD, *rest])
     world.step()
-    second = world.submit(HEAD)
+    world.step()
+    ends_there = world.submit(HEAD)
     world.start_step()
-    waiter = world.submit([*HEAD, 1])
-    world.cancel(first)
-    world.finish_step(aborted=True)
+    world.finish_step(fail=(producer,))
+    waiter = world.submit([*HEAD, 50])
 
     world.run()
 
-    assert world.computed[second] == 4
-    assert world.computed[waiter] == 1
-    assert_right(world, second, waiter)
+    assert world.lives[producer].finish == "error"
+    assert_right(world, ends_there, waiter)
+    assert world.computed[ends_there] + world.computed[waiter] == 4 + 1
     assert_stored_once(world)
 
 
 def test_rule_3_3_a_producer_that_gets_no_turn_because_others_decode_is_waited_for_and_comes_through() -> None:
-    """Decodes go first and use up every step, so that the producer stands still with the blocks it has made."""
-    world = World(settings(4, 32, max_num_tokens=4))
+    """Decodes go first. As many as a step has tokens come by loads, which need none: the producer stands still."""
+    world = World(settings(4, 40, max_num_tokens=4, tier_enabled=True), tier_blocks=4)
+    loaded = [range(10 * each, 10 * each + 5) for each in range(4)]
+    for each in loaded:
+        world.ask(each)
+    world.ask(range(200, 360), retention=at(0))
     producer = world.submit([*HEAD, 1])
+    world.answer_tier()
     world.step()
-    decoders = [world.submit([each], max_tokens=12) for each in range(4)]
+    decoders = [world.submit(each, max_tokens=12) for each in loaded]
     waiter = world.submit([*HEAD, 2])
 
     world.run()
 
     steps = {sequence: {step for step, who, _ in world.chunks if who == sequence} for sequence in world.lives}
     still = set.intersection(*(steps[each] for each in decoders))
+    assert min(steps[producer]) < min(still)
+    assert max(still) < max(steps[producer])
     assert not still & (steps[producer] | steps[waiter])
-    assert any(step < max(steps[producer]) for step in still), "it was not done yet when it stood still"
     assert world.computed[producer] + world.computed[waiter] == len(HEAD) + 2
     assert_right(world, producer, waiter, *decoders)
