@@ -88,12 +88,19 @@ class Arena:
     # --- Layout ---------------------------------------------------------------------------------------------
 
     def format(self, layout: Layout) -> None:
-        """Cut the payload into slots for `layout`; every record is gone afterwards."""
+        """Cut the payload into slots for `layout`; every record is gone afterwards. Raises ArenaError, and is cut for nothing,
+        when there is no room for the table."""
         self._write_header(Header(self._boot_id, 0, 0, None))
         self.layout = layout
         self.slot_bytes = _round_up(layout.block_bytes, SLOT_ALIGNMENT)
         self.num_slots = self.payload_bytes // self.slot_bytes
-        self._map_table(fresh=True)
+        try:
+            self._map_table(fresh=True)
+        except ArenaError:
+            self.layout, self.slot_bytes, self.num_slots = None, 0, 0
+            self._map_table(fresh=True)
+            self._write_header(Header(self._boot_id, 0, 0, None))
+            raise
         self._write_header(Header(self._boot_id, self.num_slots, self.slot_bytes, layout))
 
     @property

@@ -29,7 +29,8 @@ from cached.session import Outgoing, Peer, Session, State
 from cached.store import BlockStore
 from cached.tier import Tier, TierSettings
 
-RECEIVE_BYTES = 256 * 1024
+RECEIVE_BYTES = 64 * 1024
+"""Below the size from which the allocator maps and unmaps memory for every call."""
 MAX_OUTBOX_BYTES = 4 * 2**20
 """A peer that lets more replies than this pile up is not reading them, and is closed."""
 HELLO_TIMEOUT_S = 5.0
@@ -220,6 +221,9 @@ class Server:
         except PeerError as error:
             log.warning("peer broke the protocol and is closed", pid=connection.pid, reason=str(error))
             self._end(connection)
+        except ArenaError as error:  # No room to keep what it sent: it comes again, and everybody else stays served.
+            log.error("the arena cannot keep what a peer sent; its session is closed", reason=str(error))
+            self._end(connection)
         except OSError as error:
             log.info("peer is gone", pid=connection.pid, reason=error.strerror)
             self._end(connection)
@@ -283,9 +287,20 @@ class Server:
         self._end(connection, is_gone=True)
 
     def _watch_former(self, session: int, pid: int, started: int) -> None:
-        pidfd = _open_process(pid) if start_time_of(pid) == started else None
-        if pidfd is None:
+        if pid <= 0:
+            # In a namespace of processes that is not seen from here: not being visible says nothing of being gone.
+            log.error("cannot see the former peer's process: what it held stays in quarantine until it settles")
+            return
+        if start_time_of(pid) != started:
             self.tier.process_gone(session)
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.tier.process_gone(session)
+            return
+        except OSError as error:
+            log.error("cannot watch the former peer's process", pid=pid, reason=error.strerror)
             return
         self._watched[pidfd] = session
         self._watch(pidfd, lambda _events: self._former_gone(pidfd))

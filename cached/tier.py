@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cached.errors import PeerError
+from cached.errors import ArenaError, PeerError
 from cached.events import Run
 from cached.keys import HASH_BYTES, OWNER_BYTES, fingerprint, self_test_vector
 from cached.offers import Decision, LeasedRun, Offer, Refused, Retouch, Unverified
@@ -306,7 +306,11 @@ class Tier:
         held = self._still_held(now)
         if held is not None:
             return held
-        self.arena.format(layout)
+        self.store = None  # Its records go now, whatever comes.
+        try:
+            self.arena.format(layout)
+        except ArenaError as error:
+            return NotAdmitted("no_room", str(error))
         self.store = self._new_store()
         self.allocated()
         return None

@@ -32,7 +32,8 @@ from engine.values import CoreStatistics, NewRequest, Queued, Refused, SequenceO
 MAX_FAILED_STEPS: Final = 3
 """Steps of which nothing could be computed, in a row, before the engine ends, for its supervisor to start another."""
 MIN_SLEEP_S: Final = 0.005
-SHUTDOWN_DRAIN_S: Final = 2.0
+MAX_SLEEP_S: Final = 3600.0
+"""No wait of the system takes a thousand years, which a duration may be; waking up once an hour costs nothing."""
 IDLE_CHECK_S: Final = 1.0
 """After so long without work or messages the core's invariants are checked once, where that was asked for."""
 STEP_FAILED: Final = "The engine could not compute this step; the request may be retried."
@@ -286,7 +287,7 @@ class StepLoop:
     def _sleep_s(self) -> float | None:
         """Until the next block expires, if any will; messages end the sleep anyway."""
         deadline = self._core.next_deadline()
-        return None if deadline is None else max(MIN_SLEEP_S, deadline - self._clock())
+        return None if deadline is None else min(MAX_SLEEP_S, max(MIN_SLEEP_S, deadline - self._clock()))
 
     # Steps. ---------------------------------------------------------------------------------------------------------
 

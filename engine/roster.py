@@ -128,8 +128,8 @@ class Roster:
             return
         unmade = self.producers.drop(sequence)
         blocks = self.cache.release(sequence, now, is_good)
-        if is_good:
-            self._offloader.released(blocks, now)
+        # Also of one whose last step came to nothing: what is indexed still was written before, or by others.
+        self._offloader.released(blocks, now)
         self._hand_over(unmade)
 
     def _hand_over(self, hashes: set[BlockHash]) -> None:
