@@ -354,7 +354,8 @@ class EngineCore:
 
     def _first_token(self, sequence: Sequence, now: float) -> FirstToken:
         served = sequence.served or Served(0, 0, 0, False)
-        self._tally.count_first(sequence.num_prompt, served, self.settings.tokens_per_block)
+        missed = -(-sequence.num_prompt // self.settings.tokens_per_block) - served.full_blocks - served.is_partial
+        self._tally.count_first(sequence.num_prompt, served, missed)
         admitted_at = sequence.submitted_at if sequence.admitted_at is None else sequence.admitted_at
         return FirstToken(
             prompt_tokens=sequence.num_prompt,
@@ -363,6 +364,9 @@ class EngineCore:
             computed_tokens=sequence.num_prompt - served.device_tokens - served.host_tokens,
             queue_ms=1000 * (admitted_at - sequence.submitted_at),
             ttft_ms=1000 * (now - sequence.submitted_at),
+            blocks_full=served.full_blocks,
+            blocks_partial=int(served.is_partial),
+            blocks_missed=missed,
         )
 
     # Endings.

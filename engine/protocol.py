@@ -25,7 +25,7 @@ from cached.retention import DEFAULT_RETENTION, RetentionConfig
 from cached.wire import MessageTable
 from engine.event_messages import EventBatch, EventsLost, EventsRefused, SnapshotPage, Subscribe, Subscribed
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 * 2**20
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
@@ -170,7 +170,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What is known when the first token is out: where the prompt came from (tokens), and the waits."""
+    """What is known when the first token is out: where the prompt came from, in tokens and in blocks, and the waits.
+
+    Each of the prompt's blocks was reused in full, reused in part, or missed; its last one may not be full."""
 
     prompt_tokens: int
     device_tokens: int
@@ -178,6 +180,9 @@ class FirstToken:
     computed_tokens: int
     queue_ms: float
     ttft_ms: float
+    blocks_full: int
+    blocks_partial: int
+    blocks_missed: int
 
 
 @dataclass(frozen=True, slots=True)

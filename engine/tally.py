@@ -39,14 +39,14 @@ class Tally:
         if chunk.sample is not None:
             self.tokens_generated += 1
 
-    def count_first(self, num_prompt: int, served: Served, tokens_per_block: int) -> None:
+    def count_first(self, num_prompt: int, served: Served, blocks_missed: int) -> None:
         """A request has its first token: where its prompt came from is settled."""
         self.tokens_prompt += num_prompt
         self.tokens_device += served.device_tokens
         self.tokens_host += served.host_tokens
         self.blocks_reused_full += served.full_blocks
         self.blocks_reused_partial += served.is_partial
-        self.blocks_missed += -(-num_prompt // tokens_per_block) - served.full_blocks - served.is_partial
+        self.blocks_missed += blocks_missed
 
     def statistics(
         self, pool: BlockPool, offloader: Offloader, num_waiting: int, num_running: int, num_tickets: int

@@ -43,6 +43,9 @@ def usage_body(usage: Usage) -> dict[str, Any]:
             "computed_tokens": usage.computed_tokens,
             "queue_ms": round(usage.queue_ms, 3),
             "ttft_ms": round(usage.ttft_ms, 3),
+            "blocks_full": usage.blocks_full,
+            "blocks_partial": usage.blocks_partial,
+            "blocks_missed": usage.blocks_missed,
         },
     }
 

@@ -49,6 +49,10 @@ class RequestRecord:
                 "completion_tokens": self.usage.completion_tokens,
                 "device_tokens": self.usage.device_tokens,
                 "host_tokens": self.usage.host_tokens,
+                "computed_tokens": self.usage.computed_tokens,
+                "blocks_full": self.usage.blocks_full,
+                "blocks_partial": self.usage.blocks_partial,
+                "blocks_missed": self.usage.blocks_missed,
             }
         if self.is_warm_up:
             fields["warm_up"] = True

@@ -32,8 +32,9 @@ def total(sequences: Sequence[SequenceUsage]) -> Usage:
             by_prompt[sequence.prompt_index] = sequence
     firsts = [sequence.first for sequence in sequences if sequence.first is not None]
     prompts = list(by_prompt.values())
-    device_tokens = sum(each.first.device_tokens for each in prompts if each.first is not None)
-    host_tokens = sum(each.first.host_tokens for each in prompts if each.first is not None)
+    served = [each.first for each in prompts if each.first is not None]
+    device_tokens = sum(first.device_tokens for first in served)
+    host_tokens = sum(first.host_tokens for first in served)
     prompt_tokens = sum(each.prompt_tokens for each in prompts)
     return Usage(
         prompt_tokens=prompt_tokens,
@@ -43,6 +44,9 @@ def total(sequences: Sequence[SequenceUsage]) -> Usage:
         computed_tokens=prompt_tokens - device_tokens - host_tokens,
         queue_ms=max((first.queue_ms for first in firsts), default=0.0),
         ttft_ms=max((first.ttft_ms for first in firsts), default=0.0),
+        blocks_full=sum(first.blocks_full for first in served),
+        blocks_partial=sum(first.blocks_partial for first in served),
+        blocks_missed=sum(first.blocks_missed for first in served),
     )
 
 

@@ -119,7 +119,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost and which tier served its prompts: device + host + computed = prompt tokens."""
+    """What a request cost and which tier served its prompts: device + host + computed = prompt tokens.
+
+    `blocks_full`, `blocks_partial` and `blocks_missed` are the blocks of the prompts by how they were reused."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -128,6 +130,9 @@ class Usage:
     computed_tokens: int
     queue_ms: float
     ttft_ms: float
+    blocks_full: int = 0
+    blocks_partial: int = 0
+    blocks_missed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ async def test_the_second_run_of_a_prompt_is_served_from_the_device_and_gives_th
         assert warm is not None
         assert (cold.device_tokens, cold.computed_tokens) == (0, 33)
         assert (warm.device_tokens, warm.computed_tokens) == (32, 1)
+        assert cold.blocks_missed == warm.blocks_full + warm.blocks_missed == 9
         assert warm.ttft_ms >= warm.queue_ms >= 0
 
 

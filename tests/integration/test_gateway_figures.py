@@ -100,6 +100,16 @@ async def test_a_request_that_never_had_a_token_has_no_first_token(stand: Stand)
     assert (await figures(stand))["halocline_gateway_ttft_seconds_count"] == 0
 
 
+async def test_the_log_has_tokens_by_tier_and_blocks_by_how_they_were_reused(stand: Stand) -> None:
+    stand.stub.script = Script(device_tokens=16, host_tokens=8, blocks=(1, 1, 3))
+
+    await stand.chat()
+
+    line = logged(stand)[0]
+    assert (line["prompt_tokens"], line["computed_tokens"]) == (31, 7)
+    assert (line["blocks_full"], line["blocks_partial"], line["blocks_missed"]) == (1, 1, 3)
+
+
 async def test_without_an_engine_the_state_of_the_tier_is_unknown(stand: Stand) -> None:
     stand.stub.set_tier("ready")
     await stand.chat()

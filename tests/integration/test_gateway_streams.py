@@ -108,7 +108,7 @@ class TestText:
         assert all(event["choices"] for event in events[:-1])
 
     async def test_usage_names_the_tiers(self, stand: Stand) -> None:
-        stand.stub.script = Script(device_tokens=16, host_tokens=8)
+        stand.stub.script = Script(device_tokens=16, host_tokens=8, blocks=(1, 1, 3))
 
         _, whole = await stand.chat()
         events = await stand.stream("/v1/chat/completions", chat_body(stream_options={"include_usage": True}))
@@ -122,6 +122,9 @@ class TestText:
             "computed_tokens": 7,
             "queue_ms": 1.5,
             "ttft_ms": 12.5,
+            "blocks_full": 1,
+            "blocks_partial": 1,
+            "blocks_missed": 3,
         }
 
     async def test_choices_are_interleaved_by_index_and_submitted_with_rising_seeds(self, stand: Stand) -> None:

@@ -70,7 +70,7 @@ class Script:
     `tokens` are emitted in order and, with `repeat`, over again until `max_tokens`; then comes `finish` ("length" when
     `max_tokens` ended it). `tokens_per_step` in one event, `step_s` between events, `first_s` before the first.
     `reject` refuses at once; `error_after` ends with an error event, `crash_after` drops every connection, `hang_after`
-    says nothing more, each after that many tokens.
+    says nothing more, each after that many tokens. `blocks` were reused in full, in part, and missed.
     """
 
     tokens: tuple[int, ...] = (504, 282, 260)
@@ -83,6 +83,7 @@ class Script:
     host_tokens: int = 0
     queue_ms: float = 1.5
     ttft_ms: float = 12.5
+    blocks: tuple[int, int, int] = (0, 0, 1)
     reject: Rejected | None = None
     error_after: int | None = None
     crash_after: int | None = None
@@ -286,6 +287,7 @@ def _events(submit: Submit, script: Script) -> Iterator[tuple[TokenEvent | None,
         num_prompt_tokens - script.device_tokens - script.host_tokens,
         script.queue_ms,
         script.ttft_ms,
+        *script.blocks,
     )
     wait_s = script.first_s
     position = 0

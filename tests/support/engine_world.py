@@ -199,6 +199,8 @@ class World:
             assert life.finish is None
             life.output.extend(output.tokens)
             life.first = output.first or life.first
+            if output.first is not None:
+                self._check_blocks(output.first)
             life.finish = output.finish
             life.error = output.error
             if output.finish in ("stop", "length"):
@@ -224,6 +226,16 @@ class World:
         sequence_id = self.submit(prompt, max_tokens, **rest)  # type: ignore[arg-type]
         self.run()
         return self.lives[sequence_id]
+
+    def _check_blocks(self, first: FirstToken) -> None:
+        """Rule 7.1: every block of the prompt was reused in full, in part, or missed."""
+        counts = (first.blocks_full, first.blocks_partial, first.blocks_missed)
+        size = self.core.settings.tokens_per_block
+        assert min(counts) >= 0
+        assert sum(counts) == -(-first.prompt_tokens // size)
+        served = first.device_tokens + first.host_tokens
+        assert first.blocks_full == served // size
+        assert first.blocks_partial == (served % size > 0)
 
     def pos(self, prompt: list[int] | range, max_tokens: int = 1, **rest: object) -> int:
         """Prompt tokens served from cache."""

@@ -66,21 +66,23 @@ class TestPlans:
 
 class TestUsage:
     def test_a_prompt_counts_once_with_the_tiers_of_whoever_computed_it(self) -> None:
-        cold = FirstToken(100, 0, 20, 80, 1.0, 50.0)
-        warm = FirstToken(100, 96, 0, 4, 3.0, 10.0)
+        cold = FirstToken(100, 0, 20, 80, 1.0, 50.0, 1, 0, 6)
+        warm = FirstToken(100, 96, 0, 4, 3.0, 10.0, 6, 0, 1)
 
         usage = total([SequenceUsage(0, 100, warm, 5), SequenceUsage(0, 100, cold, 7)])
 
         assert (usage.prompt_tokens, usage.completion_tokens) == (100, 12)
         assert (usage.device_tokens, usage.host_tokens, usage.computed_tokens) == (0, 20, 80)
         assert (usage.queue_ms, usage.ttft_ms) == (3.0, 50.0)
+        assert (usage.blocks_full, usage.blocks_partial, usage.blocks_missed) == (1, 0, 6)
 
     def test_several_prompts_add_up_and_unstarted_ones_count_as_computed(self) -> None:
-        first = FirstToken(10, 8, 0, 2, 0.0, 1.0)
+        first = FirstToken(10, 8, 0, 2, 0.0, 1.0, 1, 1, 1)
 
-        usage = total([SequenceUsage(0, 10, first, 1), SequenceUsage(1, 5, None, 0)])
+        usage = total([SequenceUsage(0, 10, first, 1), SequenceUsage(1, 5, None, 0), SequenceUsage(2, 10, first, 1)])
 
-        assert (usage.prompt_tokens, usage.device_tokens, usage.computed_tokens) == (15, 8, 7)
+        assert (usage.prompt_tokens, usage.device_tokens, usage.computed_tokens) == (25, 16, 9)
+        assert (usage.blocks_full, usage.blocks_partial, usage.blocks_missed) == (2, 2, 2)
 
 
 class TestConfig:
@@ -144,8 +146,9 @@ class TestLogs:
 
 
 def test_metrics_name_tenants_and_tiers_and_the_engines_own_numbers() -> None:
+    """kv-semantics 7.1: by tenant."""
     metrics = GatewayMetrics()
-    first = FirstToken(100, 60, 20, 20, 1.0, 50.0)
+    first = FirstToken(100, 60, 20, 20, 1.0, 50.0, 5, 0, 2)
     metrics.count_usage("alpha", total([SequenceUsage(0, 100, first, 7)]))
 
     text = metrics.exposition({"tier": "ready", "pool": {"blocks used": 3}, "steps": 2.5}).decode()
