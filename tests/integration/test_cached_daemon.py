@@ -261,6 +261,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def test_a_flipped_payload_at_rest_is_a_miss_and_a_counter(daemon: Daemon) -> None:
+    """kv-semantics 5.10."""
     names = chain("payload", 5)
     client = daemon.client()
     store(client, names)
@@ -278,6 +279,7 @@ def test_a_flipped_payload_at_rest_is_a_miss_and_a_counter(daemon: Daemon) -> No
 
 
 def test_a_flip_anywhere_in_the_table_is_never_served(directory: Path) -> None:
+    """kv-semantics 1.4 and 5.10."""
     daemon = Daemon(directory)
     daemon.start()
     names = chain("table", 6)
@@ -353,6 +355,7 @@ def test_a_hole_punched_into_the_payload_is_noticed_and_filled(daemon: Daemon) -
 
 
 def test_a_flood_cannot_take_an_owner_below_its_floor_and_the_table_outlives_the_daemon(daemon: Daemon) -> None:
+    """kv-semantics 5.9."""
     quiet, noisy = owner_id("quiet"), owner_id("noisy")
     client = daemon.client()
     mine = chain("mine", 8)

@@ -46,6 +46,7 @@ async def next_event_id(shell: Shell) -> int:
 
 
 async def test_events_come_in_order_with_incarnation_algorithm_and_nothing_secret() -> None:
+    """kv-semantics 6.1."""
     async with Shell(small(), event_buffer_max_size=100, incarnation="aa") as shell:
         client = await shell.client()
         await ask(client, 1)
@@ -68,6 +69,7 @@ async def test_events_come_in_order_with_incarnation_algorithm_and_nothing_secre
 
 
 async def test_token_ids_are_told_only_where_the_engine_is_configured_to() -> None:
+    """kv-semantics 6.1."""
     async with Shell(small(), event_buffer_max_size=100, settings={"event_token_ids": True}) as shell:
         await ask(await shell.client(), 0, 8)
         consumer = await EventConnection.open(shell.socket, "consumer")

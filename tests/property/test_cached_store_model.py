@@ -169,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
         return float("inf") if ceiling is None else ceiling
 
     def may_go(self, block: Block, offer: Offer, held: dict[bytes, int]) -> bool:
-        """5.3 and the first half of 5.9: by priority, or because the newcomer's owner has not got its floor yet."""
+        """kv-semantics 5.3 and 5.9 (its first half): by priority, or because the newcomer's owner has not got its floor yet."""
         entitled = block.owner != offer.owner and held[offer.owner] <= self.floor(offer.owner)
         return entitled or block.priority <= offer.priority
 

@@ -147,7 +147,7 @@ class PoolAgainstScan(RuleBasedStateMachine):
                 node.deadline = math.inf
 
     def victims(self, count: int, owner: int, in_use: set[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
-        """Rules 4.1 to 4.4, by looking at everything for every victim."""
+        """Rules 4.1, 4.2, 4.3 and 4.4, by looking at everything for every victim."""
         left = dict(self.nodes)
         held = [sum(node.owner == each for node in (*left.values(), *self.gone_while_copied)) for each in range(3)]
         free = NUM_BLOCKS - sum(held)

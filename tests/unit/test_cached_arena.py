@@ -100,6 +100,7 @@ def test_a_new_layout_leaves_no_record_of_the_old(tmp_path: Path) -> None:
 
 
 def test_an_arena_of_another_boot_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kv-semantics 2.7: its deadlines are on a clock that has begun anew."""
     arena = open_arena(tmp_path)
     arena.format(LAYOUT)
     arena.write_stored(3, OLD)

@@ -59,6 +59,7 @@ def holds(store: BlockStore, *labels: str, now: float = 0.0) -> list[bool]:
 
 
 def test_a_full_tier_does_not_give_up_a_90_for_a_35() -> None:
+    """kv-semantics 5.3."""
     store = make_store(1)
     put(store, offer("precious", priority=90))
 
@@ -69,6 +70,7 @@ def test_a_full_tier_does_not_give_up_a_90_for_a_35() -> None:
 
 
 def test_equal_priority_gives_way_to_the_newcomer_least_recently_used_first() -> None:
+    """kv-semantics 4.2 and 5.3."""
     store = make_store(2)
     put(store, offer("old"))
     put(store, offer("new"))
@@ -80,6 +82,7 @@ def test_equal_priority_gives_way_to_the_newcomer_least_recently_used_first() ->
 
 
 def test_a_block_without_its_parent_is_an_orphan_counted_once() -> None:
+    """kv-semantics 5.1."""
     store = make_store(4)
 
     assert put(store, offer("child", parent="below threshold", priority=80)) == [Refused("orphan")]
@@ -107,6 +110,7 @@ def test_a_newcomers_ancestors_are_never_its_victims() -> None:
 
 
 def test_a_leased_block_and_its_ancestors_survive_any_pressure() -> None:
+    """kv-semantics 4.4."""
     store = make_store(3)
     put(store, offer("root"), offer("leaf", "root"))
     store.lease(ENGINE, name("leaf"), 0.0)

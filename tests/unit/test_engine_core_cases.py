@@ -20,6 +20,7 @@ def test_case_1_a_prompt_is_served_from_cache_the_second_time() -> None:
 
 @pytest.mark.parametrize(("n", "served", "served_in_full"), [(1, 0, 0), (4, 3, 0), (5, 4, 4), (8, 7, 4), (9, 8, 8)])
 def test_case_2_at_most_all_tokens_but_one_are_served(n: int, served: int, served_in_full: int) -> None:
+    """kv-semantics 3.1."""
     world = World(settings(4, 8))
     whole_blocks = World(settings(4, 8, enable_partial_reuse=False))
     for each in (world, whole_blocks):
@@ -83,6 +84,7 @@ def test_case_7_the_tier_has_what_reached_the_threshold(priority: int) -> None:
 
 
 def test_case_8_dependents_go_first_whatever_the_priorities() -> None:
+    """kv-semantics 4.1."""
     world = World(settings(4, 3))
     world.ask(range(12), retention=ranges((0, 4, 10), (4, None, 90)))
 

@@ -27,6 +27,7 @@ def test_the_fingerprint_is_pinned() -> None:
 
 
 def test_everything_that_changes_the_bytes_or_their_meaning_changes_the_fingerprint() -> None:
+    """kv-semantics 1.2."""
     others = [
         layout_fingerprint(ARCHITECTURE | {"hidden_size": 577}, b"w" * 32, LAYOUT),
         layout_fingerprint(ARCHITECTURE | {"rope_parameters": {"rope_theta": 1e4}}, b"w" * 32, LAYOUT),
@@ -66,6 +67,7 @@ def test_other_weights_under_the_same_name_have_another_digest(tmp_path: Path) -
 
 
 def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kv-semantics 1.2: computed once, remembered by path, size and mtime."""
     file, memory = tmp_path / "model.safetensors", tmp_path / "digests.json"
     file.write_bytes(b"weights")
     first = weights_digest([file], memory)

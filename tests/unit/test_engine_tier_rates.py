@@ -18,6 +18,7 @@ def test_without_measurements_a_load_is_tried() -> None:
 
 
 def test_the_faster_way_is_taken() -> None:
+    """kv-semantics 5.7."""
     assert choice_with(1e6).choose(4, 100.0) == Onboard()
     assert choice_with(1e3).choose(4, 100.0) == Recompute(load_s=4.0, compute_s=0.64)
 

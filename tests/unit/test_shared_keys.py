@@ -18,6 +18,7 @@ GOLDEN = ROOT / "tests" / "golden" / "block_hashes.json"
 
 
 def test_vectors_equal_the_golden_file() -> None:
+    """kv-semantics 1.2, 1.3 and 5.9: namespaces, chains and owners, from an independent script."""
     golden = json.loads(GOLDEN.read_text())
 
     for case in golden["chains"]:
@@ -50,6 +51,7 @@ def test_three_fresh_interpreters_agree_on_the_self_test_vector() -> None:
 
 
 def test_a_chain_is_plain_sha256_over_parent_and_little_endian_tokens() -> None:
+    """kv-semantics 1.3."""
     root = keys.namespace(b"layout", "salt")
     first, second = keys.block_hashes(root, [1, 2, 3, 4, 5], 2)
 
@@ -59,17 +61,20 @@ def test_a_chain_is_plain_sha256_over_parent_and_little_endian_tokens() -> None:
 
 
 def test_no_salt_an_a_and_a_b_are_three_namespaces() -> None:
+    """kv-semantics 1.2."""
     names = {keys.namespace(b"layout", salt) for salt in (None, "a", "b")} | {keys.namespace(b"other", "a")}
 
     assert len(names) == 4
 
 
 def test_an_empty_salt_is_refused() -> None:
+    """kv-semantics 1.2."""
     with pytest.raises(ValueError, match="cache_salt is empty"):
         keys.namespace(b"layout", "")
 
 
 def test_a_hash_is_never_shortened() -> None:
+    """kv-semantics 1.3."""
     root = keys.namespace(b"layout", None)
 
     assert {len(each) for each in keys.block_hashes(root, range(64), 16)} == {keys.HASH_BYTES}
