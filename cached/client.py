@@ -101,7 +101,8 @@ ABSENT_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 1.0
 """After a breach of the deadline, which costs whoever waits."""
 REFUSED_BACKOFF_S = 2.0
-RECEIVE_BYTES = 256 * 1024
+RECEIVE_BYTES = 64 * 1024
+"""Below the size from which the allocator maps and unmaps memory for every call."""
 
 _Reply = TypeVar("_Reply")
 _PRESENT = Present()
