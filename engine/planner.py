@@ -97,15 +97,13 @@ class Planner:
         return [each for each in running if each.state is State.RUNNING and not each.is_decoding]
 
     def _schedule_share(self, prefills: list[Sequence], step: _Step, now: float) -> None:
-        """The part of those who are not the oldest, going round from step to step; the next one waiting counts as
-        one of them. What they leave is the oldest's."""
+        """The part of those who are not the oldest, going round between their owners from step to step, so that many prompts
+        of one do not outweigh one of another; the next one waiting counts as an owner. What they leave is the oldest's."""
         share = step.budget // _SHARE_OF_OTHERS
         if not share or not prefills:
             return
-        others = prefills[1:]
         rest = step.budget - share
-        turn = step.step_id % (len(others) + 1)
-        for sequence in [*others[turn:], None, *others[:turn]]:
+        for sequence in _round(prefills[1:], step.step_id):
             room = step.budget - rest
             if sequence is None:
                 self._admit(step, now, room)
@@ -205,6 +203,20 @@ class Planner:
         if self._settings.offload_policy != "on_evict" or not self._offloader.is_on:
             return None
         return lambda block: self._offloader.depart(block, now)
+
+
+def _round(others: list[Sequence], step_id: int) -> list[Sequence | None]:
+    """Whose turn it is, by owner; None stands for the next one waiting. Inside an owner it goes round likewise."""
+    lanes: dict[int, list[Sequence | None]] = {}
+    for sequence in others:
+        lanes.setdefault(sequence.owner_index, []).append(sequence)
+    turns: list[list[Sequence | None]] = [*lanes.values(), [None]]
+    lap, first = divmod(step_id, len(turns))
+    turns = [*turns[first:], *turns[:first]]
+    starts = [lap % len(lane) for lane in turns]
+    leading = [lane[start] for lane, start in zip(turns, starts, strict=True)]
+    rest = [each for lane, start in zip(turns, starts, strict=True) for each in (*lane[start + 1 :], *lane[:start])]
+    return leading + rest
 
 
 def _sample_request(sequence: Sequence) -> SampleRequest:
