@@ -28,7 +28,7 @@ from cached.protocol import TierHello
 from engine import logs
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import EngineConfigError, EngineError
+from engine.errors import EngineConfigError, EngineError, ModelRefused
 from engine.loop import Inbox, StepLoop
 from engine.metrics import MetricsEndpoint, check_listen
 from engine.plan import Chunk, SampleRequest, StepPlan
@@ -50,7 +50,8 @@ log = structlog.get_logger("engine.main")
 
 
 def run(config: EngineConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code is 0 for an orderly stop, 1 for a failure, 2 for a setting."""
+    """Serve until SIGTERM or SIGINT; the exit code is 0 for an orderly stop, 1 for a failure, 2 for a setting or a model
+    that has to be another."""
     logs.configure(config.log_level)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # While loading there is nothing to put away.
     try:
@@ -63,7 +64,7 @@ def run(config: EngineConfig) -> int:
         gc.freeze()  # The model stays; no collection has to walk it again.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as event_loop:
             return event_loop.run(_serve(config, runner, prefill_rate))
-    except EngineConfigError as error:
+    except (EngineConfigError, ModelRefused) as error:  # What a second try would find as it is.
         print(f"engine: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return 2
     except EngineError as error:

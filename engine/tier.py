@@ -356,6 +356,7 @@ class TierWorker:
         client = self._require_client()
         answers = client.reserve([_offered(block) for block in group])
         in_tier = [isinstance(answer, Present) for answer in answers]
+        self._touch_present([block for block, is_present in zip(group, in_tier, strict=False) if is_present])
         reserved = [(at, answer) for at, answer in enumerate(answers) if isinstance(answer, Reserved)]
         self.counters.store_refused += len(group) - len(reserved) - sum(in_tier)
         copied: list[tuple[int, int, int]] = []
@@ -376,6 +377,12 @@ class TierWorker:
             for (at, _, _), outcome in zip(copied, outcomes, strict=False):
                 in_tier[at] = self._count_commit(outcome)
         return in_tier
+
+    def _touch_present(self, blocks: list[OfferedDeviceBlock]) -> None:
+        """What was there already keeps what another release said of it, unless it hears of this one (kv-semantics 2.6)."""
+        if blocks:
+            self.counters.touches += 1
+            self._require_client().touch([(b.block_hash, b.priority, b.deadline, b.on_expiry) for b in blocks])
 
     def _copy_out(self, block: OfferedDeviceBlock, slot: Reserved) -> int | None:
         """The checksum to commit; None when the slot cannot be written any more."""

@@ -140,6 +140,7 @@ def test_what_is_loaded_under_a_lost_lease_is_a_miss(bench: Bench) -> None:
 
 
 def test_a_block_with_a_wrong_checksum_ends_the_good_run_and_is_reported(bench: Bench) -> None:
+    """kv-semantics 1.4 and 5.10."""
     bench.ask(Offer(1, chain(3)))
     bench.tier.corrupt(block_hash(2))
     untouched = bench.kv.rows[9].copy()
@@ -220,6 +221,17 @@ def test_a_touch_reaches_the_tier_after_the_offer_before_it(bench: Bench) -> Non
     assert verbs == ["commit", "touch"]
 
 
+def test_a_block_that_the_tier_holds_already_hears_of_the_release_that_offers_it(bench: Bench) -> None:
+    bench.ask(Offer(1, chain(2)))
+    again = (offered(1, 0, priority=80), offered(2, 1, priority=90), offered(3, 2, priority=70))
+
+    answer = bench.ask(Offer(2, again))
+
+    assert answer == Offered(2, (True, True, True))
+    assert bench.tier.touched == [(block_hash(1), 80, None, "demote"), (block_hash(2), 90, None, "demote")]
+    assert bench.worker.counters.touches == 1  # One message, so one tick of recency.
+
+
 def test_stopping_stores_what_waits_and_answers_everything() -> None:
     bench = Bench()
     bench.worker.hand_over([Offer(1, chain(2)), Lookup(2, (block_hash(1),))], None)
@@ -234,6 +246,7 @@ def test_stopping_stores_what_waits_and_answers_everything() -> None:
 
 
 def test_loading_is_left_out_where_computing_is_faster(bench: Bench) -> None:
+    """kv-semantics 5.7."""
     bench.ask(Offer(1, chain(1)))
     bench.ask(Load(2, ((block_hash(1), 8),)))
 
