@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from cached.retention import Retention, RetentionConfig, TokenRange
+from engine.client import EngineStream
 from engine.errors import RequestRejected
-from engine.plan import StepPlan
-from engine.protocol import Sampling
+from engine.plan import StepPlan, StepResult
+from engine.protocol import Sampling, TokenEvent
 from engine.request_recorder import RequestRecorder
+from tests.support.fake_runner import FakeRunner
 from tests.support.shell import WAIT_S, Shell, is_quiet
 
 GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(slots=True)
+class SteppingRunner(FakeRunner):
+    """Makes one step for each release of its semaphore."""
+
+    turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def execute(self, plan: StepPlan, abandon: Callable[[], bool]) -> StepResult:
+        self.turns.acquire()
+        return FakeRunner.execute(self, plan, abandon)
+
+
+async def read_all(stream: EngineStream) -> list[TokenEvent]:
+    return [event async for event in stream]
 
 
 class CountingPlans:
@@ -92,16 +112,24 @@ async def test_an_idle_engine_wakes_when_a_block_expires() -> None:
 
 
 async def test_a_running_engine_takes_messages_between_steps() -> None:
-    async with Shell() as shell:
+    runner = SteppingRunner()
+    async with Shell(runner) as shell:
         client = await shell.client()
-        long = client.submit([1, 2, 3], 1500, GREEDY)
+        long = client.submit([1, 2, 3], 200, GREEDY)
+        runner.turns.release()
         await anext(long)
+        short = asyncio.create_task(read_all(client.submit([4, 5, 6], 2, GREEDY)))
+        async with asyncio.timeout(WAIT_S):
+            while shell.server.num_live < 2:
+                await asyncio.sleep(0.005)
 
-        events = [event async for event in client.submit([4, 5, 6], 2, GREEDY)]
+        runner.turns.release(10)  # Many fewer than the long one has tokens to come.
+        events = await asyncio.wait_for(short, WAIT_S)
 
         assert events[-1].finish == "length"
         assert not long.finished
         long.cancel()
+        runner.turns.release(1000)
         await shell.until(is_quiet)
 
 
