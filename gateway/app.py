@@ -15,7 +15,6 @@ from typing import Any, Final
 from aiohttp import hdrs, web
 
 from engine.client import EngineClient
-from gateway import errors
 from gateway.admin import admin_app, bind_admin, bind_tcp
 from gateway.body import BodyMemory
 from gateway.config import GatewayConfig, UnixAddress, parse_admin, parse_tcp
@@ -24,8 +23,8 @@ from gateway.drain import InFlight
 from gateway.engines import Engines
 from gateway.handlers import Handlers
 from gateway.metrics import GatewayMetrics
-from gateway.middleware import Authenticator, add_common_headers, authenticated, envelope, new_request_id
-from gateway.responses import common_headers, error_response
+from gateway.middleware import Authenticator, add_common_headers, authenticated, envelope
+from gateway.responses import close_after
 from gateway.stream import PING_INTERVAL_S
 from gateway.tokenizer import ModelText
 
@@ -56,7 +55,7 @@ class GatewayServer:
         self.bodies = BodyMemory(config.body_memory_bytes)
         self.metrics.body_bytes.set_function(lambda: self.bodies.bytes_held)
         handlers = Handlers(config, self.engines, self.inflight, self.bodies, ping_interval_s)
-        self._app = tenant_app(config, handlers, authenticate, self.metrics, self.inflight, log)
+        self._app = tenant_app(handlers, authenticate, self.metrics, self.inflight, log)
         self._runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         operators_app = admin_app(self.metrics, self.engines, log)
         self._admin_runner = web.AppRunner(operators_app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
@@ -134,7 +133,6 @@ class GatewayServer:
 
 
 def tenant_app(
-    config: GatewayConfig,
     handlers: Handlers,
     authenticate: Authenticator,
     metrics: GatewayMetrics,
@@ -145,11 +143,7 @@ def tenant_app(
 
     async def close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
         if inflight.is_draining:
-            response.headers[hdrs.CONNECTION] = "close"
-            response.force_close()
-
-    async def expect(request: web.Request) -> web.StreamResponse | None:
-        return await _expect(request, config.max_body_bytes)
+            close_after(response)
 
     app = web.Application(middlewares=[envelope(metrics, log)])
     app.on_response_prepare.append(add_common_headers)
@@ -163,20 +157,5 @@ def tenant_app(
         (hdrs.METH_POST, "/v1/chat/completions", handlers.chat_completions),
         (hdrs.METH_POST, "/v1/completions", handlers.completions),
     ):
-        router.add_route(method, path, authenticated(handler, authenticate), expect_handler=expect)
+        router.add_route(method, path, authenticated(handler, authenticate))
     return app
-
-
-async def _expect(request: web.Request, max_body_bytes: int) -> web.StreamResponse | None:
-    """`Expect: 100-continue` is answered before the middleware; refuse here what would be refused anyway."""
-    if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
-        return None  # HTTP allows to ignore an expectation that is not understood.
-    if request.content_length is not None and request.content_length > max_body_bytes:
-        response = error_response(errors.too_large(max_body_bytes).problem)
-        response.headers.update(common_headers(new_request_id()))
-        response.force_close()
-        return response
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    # What follows is the first output of the answer as far as aiohttp's writer is concerned.
-    request.writer.output_size = 0
-    return None

@@ -12,6 +12,7 @@ from typing import Final
 INVALID: Final = "invalid_request_error"
 DEFAULT_RETRY_AFTER_S: Final = 1
 MAX_MESSAGE_CHARS: Final = 500
+UNSUPPORTED_TRANSFER_ENCODING: Final = "unsupported_transfer_encoding"
 
 
 class GatewayError(Exception):
@@ -119,6 +120,12 @@ def over_share(what: str) -> ApiError:
     """429: the tenant has as many of something in work as it may; without figures, which would tell of other tenants."""
     message = f"You have too many {what} in work at the moment. The request may be retried when some have ended."
     return ApiError(Problem(429, "rate_limit_error", "rate_limit_exceeded", message, None, DEFAULT_RETRY_AFTER_S))
+
+
+def unsupported_transfer_encoding() -> ApiError:
+    """400: it is not certain where this body ends."""
+    message = "The only Transfer-Encoding that is read here is chunked, once and in HTTP/1.1."
+    return bad_request(message, None, UNSUPPORTED_TRANSFER_ENCODING)
 
 
 def internal_error() -> ApiError:

@@ -11,14 +11,14 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.typedefs import Middleware
 
 from gateway import errors, logs
 from gateway.errors import ApiError, GatewayConfigError
 from gateway.metrics import GatewayMetrics
 from gateway.records import RequestRecord
-from gateway.responses import common_headers, error_response
+from gateway.responses import EXPECTS_CONTINUE, close_after, common_headers, error_response
 from gateway.retention import clamped_header
 from tenants.snapshot import Accepted, Denied, Suspended
 
@@ -65,10 +65,14 @@ def envelope(metrics: GatewayMetrics, log: Any) -> Middleware:
 async def _answered(request: web.Request, handler: Handler, log: Any) -> web.StreamResponse:
     record = request[RECORD]
     try:
+        check_framing(request)
         return await handler(request)
     except ApiError as error:
         record.error = error.problem.code
-        return error_response(error.problem)
+        response = error_response(error.problem)
+        if error.problem.code == errors.UNSUPPORTED_TRANSFER_ENCODING:
+            response.force_close()  # Where the next request begins is not known.
+        return response
     except web.HTTPException as error:
         return _translated(error, record)
     except ConnectionError:
@@ -82,6 +86,15 @@ async def _answered(request: web.Request, handler: Handler, log: Any) -> web.Str
         record.error = "internal_error"
         log.error("internal_error", request_id=record.id, kind=type(error).__name__, where=logs.where(error))
         return error_response(errors.internal_error().problem)
+
+
+def check_framing(request: web.Request) -> None:
+    """Refuse bodies about whose end two readers could differ (RFC 9112 6.1): only `chunked`, once, in HTTP/1.1."""
+    codings = request.headers.getall(hdrs.TRANSFER_ENCODING, [])
+    if not codings:
+        return
+    if request.version < HttpVersion11 or len(codings) > 1 or codings[0].strip().lower() != "chunked":
+        raise errors.unsupported_transfer_encoding()
 
 
 def _translated(error: web.HTTPException, record: RequestRecord) -> web.StreamResponse:
@@ -144,6 +157,9 @@ def authenticated(handler: Handler, authenticate: Authenticator) -> Handler:
 
 async def add_common_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Signal of the application: just before any answer's headers are sent."""
+    if request.get(EXPECTS_CONTINUE):
+        # The client may send the body that it announced, or leave it out: what comes next could be either.
+        close_after(response)
     record = request.get(RECORD)
     response.headers.update(common_headers(record.id if record is not None else new_request_id()))
     if record is not None and record.clamped:

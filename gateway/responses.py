@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from gateway.errors import Problem
 from gateway.openai_responses import error_body
 
 SERVER: Final = "halocline"
 JSON: Final = "application/json"
+EXPECTS_CONTINUE: Final = web.RequestKey("expects_continue", bool)
+"""Set on a request whose client holds its body back until it is told to send it, or refused."""
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
@@ -29,6 +31,12 @@ def error_response(problem: Problem) -> web.Response:
 def common_headers(request_id: str) -> dict[str, str]:
     """On every answer, streams and errors included; OpenAI's clients read the first id, Anthropic's the second."""
     return {"x-request-id": request_id, "request-id": request_id, "Server": SERVER, "X-Content-Type-Options": "nosniff"}
+
+
+def close_after(response: web.StreamResponse) -> None:
+    """End the connection with this answer, whose headers are being prepared, and say so."""
+    response.headers[hdrs.CONNECTION] = "close"
+    response.force_close()
 
 
 def raw_error(problem: Problem, request_id: str) -> bytes:

@@ -304,7 +304,8 @@ class TestBodies:
             status, headers, raw = await call(stand, "POST", "/v1/chat/completions", data=data, headers=stand.headers())
             check_error(status, headers, raw, 413, "request_too_large")
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {2**40}\r\nExpect: 100-continue\r\n\r\n"
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {stand.key}\r\n"
+            f"Content-Length: {2**40}\r\nExpect: 100-continue\r\n\r\n"
         )
         reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
         writer.write(head.encode())
