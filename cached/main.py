@@ -23,9 +23,12 @@ from cached.server import Server, log
 TIGHT = 0.9
 """The part of a memory limit beyond which an arena leaves too little for everything else in its control group."""
 
+PERMISSION = 4
+"""The command line's code for it."""
+
 
 def run(config: CachedConfig) -> int:
-    """Serve until SIGTERM or SIGINT; 0 after an orderly stop, 1 when the start failed, with the reason on stderr."""
+    """Serve until SIGTERM or SIGINT; 0 after an orderly stop, 1 or 4 when the start failed, with the reason on stderr."""
     _configure_logging(config.log_level)
     try:
         allowed = _allowed_uids(config.allowed_users)
@@ -33,7 +36,7 @@ def run(config: CachedConfig) -> int:
         arena = Arena.open(config.arena_dir, int(config.host_cache_size), config.mlock)
     except CachedError as error:
         log.error("cached cannot start", reason=str(error))
-        return 1
+        return _code_of(error)
     with contextlib.ExitStack() as stack:
         stack.callback(arena.close, config.keep_arena)
         server = Server(config, arena, allowed)
@@ -55,9 +58,14 @@ def run(config: CachedConfig) -> int:
             server.run(lambda: _ready(config, arena, server))
         except CachedError as error:
             log.error("cached cannot start", reason=str(error))
-            return 1
+            return _code_of(error)
         _notify("STOPPING=1")
     return 0
+
+
+def _code_of(error: CachedError) -> int:
+    """4 where this user may not do what is asked, which no second try changes, so that a supervisor makes none; else 1."""
+    return PERMISSION if isinstance(error.__cause__, PermissionError) else 1
 
 
 def check_machine(config: CachedConfig) -> None:

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,8 @@ HELLO_TIMEOUT_S = 5.0
 TICK_S = 1.0
 ACCEPT_PAUSE_S = 0.1
 VERIFY_BATCH = 8
+MAX_REFUSED = 64
+"""Refused peers whose sockets stay open until they have read why."""
 
 _PEERCRED = struct.Struct("3i")
 _Verdict = tuple[BlockStore, Unverified, bool]
@@ -92,6 +95,7 @@ class Server:
         self._num_verifying = 0
         self._snapshot_at = 0.0
         self._look_at = 0.0
+        self._refused: deque[tuple[float, socket.socket]] = deque()
         self._threads: list[threading.Thread] = []
 
     def run(self, when_ready: Callable[[], None] = lambda: None) -> None:
@@ -131,6 +135,7 @@ class Server:
         if now >= self._look_at:
             self._look_at = now + TICK_S
             self._look_at_payload()
+        self._close_refused(now)
         self._verify_some()
         if self._watched:
             self._unwatch_settled()
@@ -188,11 +193,11 @@ class Server:
         pid, uid, _ = _PEERCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
         if uid not in self._allowed_uids:
             log.warning("peer of a strange user is refused", pid=pid, uid=uid)
-            _refuse(sock, "user", f"user {uid} may not use this cache daemon; see allowed_users")
+            self._refuse(sock, "user", f"user {uid} may not use this cache daemon; see allowed_users")
             return
         if len(self._connections) >= self._config.max_sessions:
             log.warning("too many peers", pid=pid, max_sessions=self._config.max_sessions)
-            _refuse(sock, "sessions_full", f"{self._config.max_sessions} peers are connected; see max_sessions")
+            self._refuse(sock, "sessions_full", f"{self._config.max_sessions} peers are connected; see max_sessions")
             return
         pidfd = _open_process(pid)
         session = Session(self.tier, self._settings, Peer(pid, start_time_of(pid)), self._shown)
@@ -201,6 +206,17 @@ class Server:
         self._watch(sock.fileno(), lambda events: self._serve(connection, events))
         if pidfd is not None:
             self._watch(pidfd, lambda _events: self._process_died(connection))
+
+    def _refuse(self, sock: socket.socket, reason: str, message: str) -> None:
+        """Say why, and close a second later: a socket that is closed before its peer's hello was read takes the answer
+        along with it."""
+        with contextlib.suppress(OSError):
+            sock.send(TABLE.encode(HelloRefused(0, reason, message)))
+        self._refused.append((boottime() + TICK_S, sock))
+
+    def _close_refused(self, now: float) -> None:
+        while self._refused and (self._refused[0][0] <= now or len(self._refused) > MAX_REFUSED):
+            self._refused.popleft()[1].close()
 
     def _serve(self, connection: Connection, events: int) -> None:
         try:
@@ -390,6 +406,7 @@ class Server:
             self._end(connection)
         for pidfd in list(self._watched):
             os.close(pidfd)
+        self._close_refused(float("inf"))
         self._to_verify.put(None)
         for thread in self._threads:
             thread.join()
@@ -419,12 +436,6 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _refuse(sock: socket.socket, reason: str, message: str) -> None:
-    with contextlib.suppress(OSError):
-        sock.send(TABLE.encode(HelloRefused(0, reason, message)))
-    sock.close()
 
 
 def _listen(path: Path) -> socket.socket:
