@@ -126,7 +126,7 @@ def tune() -> None:
 
 @tune.command("block-size")
 @click.option("--from", "trace", metavar="TRACE", type=click.Path(path_type=Path), help="A trace, as for simulate.")
-@click.option("--last", "hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="The engine's own request log.")  # fmt: skip
+@click.option("--last", "hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="The engine's own request log: the running one's, else the setting's.")  # fmt: skip
 @click.option("--capacity", type=click.IntRange(min=128), metavar="TOKENS", help="KV memory, equal for all sizes. [the engine's]")  # fmt: skip
 @click.option("--prefill-rate", type=click.FloatRange(min=0, min_open=True), metavar="TOKENS/S", help="[as the running engine measures]")  # fmt: skip
 @click.option("--tokenizer", metavar="DIR", type=click.Path(path_type=Path), help="For text. [the engine's model]")
@@ -157,13 +157,12 @@ def block_size(
     engine = ctx.ensure_object(CommandContext).engine
     if (trace is None) == (hours is None):
         raise click.UsageError("Give either --from TRACE or --last HOURS.")
+    running = _running_engine(engine) if hours is not None or prefill_rate is None else {}
     since = None
     if hours is not None:
-        if engine.record is None:
-            raise CommandError("--last reads the engine's request log, which is off; set engine.record", Exit.INVALID)
-        trace, since = engine.record, time.time() - hours * 3600
+        trace, since = _request_log(engine, running), time.time() - hours * 3600
     assert trace is not None
-    rate, rate_origin = _prefill_rate(engine, prefill_rate)
+    rate, rate_origin = _prefill_rate(running, prefill_rate)
     pool, pool_origin = _pool_tokens(engine, capacity)
     partial = engine.enable_partial_reuse if partial_reuse is None else partial_reuse
     with _opened(ctx, trace, tokenizer) as opened:
@@ -379,18 +378,37 @@ def _chart() -> Callable[[SimulationResult, Path], None]:
 # What tuning rests on. ----------------------------------------------------------------------------------------------
 
 
-def _prefill_rate(engine: Any, said: float | None) -> tuple[float, str]:
+def _request_log(engine: Any, running: dict[str, Any]) -> Path:
+    """Where the running engine writes, which a flag may have said; else where the settings say that one would."""
+    written = running.get("settings", {}).get("record")
+    if written:
+        return Path(written)
+    if engine.record is None:
+        raise CommandError(
+            "--last reads the engine's request log, which is off; set engine.record, or start it with --record FILE",
+            Exit.INVALID,
+        )
+    return Path(engine.record)
+
+
+def _prefill_rate(running: dict[str, Any], said: float | None) -> tuple[float, str]:
     if said is not None:
         return said, "--prefill-rate"
+    measured = running.get("rates", {}).get("prefill_tokens_per_s")
+    if measured:
+        return float(measured), "measured by the running engine"
+    why = "since the running engine has measured none yet" if running else "since no engine runs"
+    return ASSUMED_PREFILL_RATE, f"assumed, {why}; give --prefill-rate"
+
+
+def _running_engine(engine: Any) -> dict[str, Any]:
+    """Figures and settings of the engine that runs; empty without one."""
     import asyncio
 
-    measured = asyncio.run(_measured_rate(str(engine.socket)))
-    if measured:
-        return measured, "measured by the running engine"
-    return ASSUMED_PREFILL_RATE, "assumed, since no engine runs; give --prefill-rate"
+    return asyncio.run(_statistics(str(engine.socket))) or {}
 
 
-async def _measured_rate(socket: str) -> float | None:
+async def _statistics(socket: str) -> dict[str, Any] | None:
     import asyncio
 
     from engine.client import EngineClient
@@ -401,8 +419,7 @@ async def _measured_rate(socket: str) -> float | None:
     try:
         for _ in range(10):
             if client.connected:
-                rate = (await client.stats()).get("rates", {}).get("prefill_tokens_per_s")
-                return float(rate) if rate else None
+                return await client.stats()
             await asyncio.sleep(0.05)
         return None
     except EngineUnavailable:

@@ -216,6 +216,7 @@ class StepLoop:
         tier: TierWorker | None,
         prefill_rate: Rate | None = None,
         record: Callable[[NewRequest, float], None] | None = None,
+        record_path: str | None = None,
         check_when_idle: bool = False,
         clock: Callable[[], float] = now_s,
     ) -> None:
@@ -225,6 +226,7 @@ class StepLoop:
         self._deliver = deliver
         self._tier = tier
         self._record = record
+        self._record_path = record_path
         self._check_when_idle = check_when_idle
         self._is_unchecked = check_when_idle
         self._clock = clock
@@ -460,7 +462,7 @@ class StepLoop:
                 "load_bytes_per_s": tier.get("load_bytes_per_s"),
             },
             "inbox": len(self._inbox),
-            "settings": asdict(self._core.settings),
+            "settings": {**asdict(self._core.settings), "record": self._record_path},
         }
 
 

@@ -162,6 +162,7 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         tier=tier,
         prefill_rate=prefill_rate,
         record=recorder.record if recorder is not None else None,
+        record_path=str(config.record.absolute()) if config.record is not None else None,
         check_when_idle=config.log_level == "debug",
     )
     async with contextlib.AsyncExitStack() as stack:

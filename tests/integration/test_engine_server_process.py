@@ -38,10 +38,12 @@ class Process:
     def __init__(self, directory: Path, model_dir: Path) -> None:
         self.socket = directory / "engine.sock"
         self.log = directory / "log"
+        self.record = directory / "requests.log"
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notified.bind(str(directory / "notify"))
         config = (
             f'{{"socket": "{self.socket}", "model_dir": "{model_dir}", "state_dir": "{directory}",'
+            f' "record": "{self.record}",'
             ' "host_cache_size": 0, "device_cache_size": "64MiB", "log_level": "debug"}'
         )
         with self.log.open("wb") as log:
@@ -100,6 +102,7 @@ async def test_an_engine_says_ready_serves_the_model_and_stops_orderly(process: 
 
     cold, cold_served = await answer(client, 6)
     warm, warm_served = await answer(client, 6)
+    settings = (await client.stats())["settings"]
     running = client.submit(PROMPT, 4000, Sampling(temperature=0.0, ignore_eos=True), SECRET_SALT)
     await anext(running)
     process.popen.send_signal(signal.SIGTERM)
@@ -109,6 +112,7 @@ async def test_an_engine_says_ready_serves_the_model_and_stops_orderly(process: 
 
     assert cold == warm
     assert (cold_served, warm_served) == (0, len(PROMPT) - 1)
+    assert settings["record"] == str(process.record), "`tune --last` reads what this engine writes"
     assert last.finish == "error"
     assert process.popen.returncode == 0
     assert not process.socket.exists()

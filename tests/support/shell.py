@@ -35,6 +35,7 @@ class Shell:
     at: Path | None = None
     """A directory that outlives this engine, so that another one can take its place."""
     record: Callable[[NewRequest, float], None] | None = None
+    record_path: str | None = None
     check_when_idle: bool = False
     directory: Path = field(init=False)
     inbox: Inbox = field(init=False)
@@ -85,6 +86,7 @@ class Shell:
             self.server.deliver,
             tier=self.tier,
             record=self.record,
+            record_path=self.record_path,
             check_when_idle=self.check_when_idle,
         )
         await self.server.listen(self.socket)

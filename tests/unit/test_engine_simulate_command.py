@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import halocline
 from cached.keys import namespace
 from command.group import CommandContext
 from engine.request_log import header_line, request_line
+from tests.support.engine_stub import EngineStub
 
 ROWS = [
     {"timestamp": 1000 * n, "input_length": 2000, "hash_ids": [0, 1 + n % 3, 4 + n % 5, 100 + n]} for n in range(60)
@@ -216,6 +219,39 @@ def test_the_last_hours_without_a_log_say_how_to_get_one(tmp_path: Path, capsys:
 
     assert ended == 6
     assert "engine.record" in capsys.readouterr().err
+
+
+async def test_the_last_hours_are_those_of_the_running_engines_log_wherever_it_writes(
+    run: Run, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("command.simulate_cli.time.time", lambda: 1000.0 + 29 + 9.5)
+    # The setting names another one: `halocline engine --record FILE` said where this engine writes.
+    monkeypatch.setenv("HALOCLINE_ENGINE_RECORD", str(tmp_path / "elsewhere.log"))
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setenv("HALOCLINE_ENGINE_SOCKET", f"{short}/engine.sock")
+        async with EngineStub(f"{short}/engine.sock") as stub:
+            stub.stats = {"settings": {"record": str(log)}, "rates": {"prefill_tokens_per_s": 77.0}}
+            words = ("tune", "block-size", "--last", 10 / 3600, "--capacity", 4096, "--json")
+            shown = document(await asyncio.to_thread(run, *words))
+
+    assert (shown["trace"], shown["requests"]) == (str(log), 1)
+    assert (shown["prefill_tokens_per_s"], shown["prefill_origin"]) == (77.0, "measured by the running engine")
+
+
+async def test_a_running_engine_without_a_log_leaves_it_to_the_setting(
+    run: Run, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("command.simulate_cli.time.time", lambda: 1000.0 + 29 + 9.5)
+    monkeypatch.setenv("HALOCLINE_ENGINE_RECORD", str(log))
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setenv("HALOCLINE_ENGINE_SOCKET", f"{short}/engine.sock")
+        async with EngineStub(f"{short}/engine.sock") as stub:
+            stub.stats = {"settings": {"record": None}}
+            words = ("tune", "block-size", "--last", 10 / 3600, "--capacity", 4096, "--json")
+            shown = document(await asyncio.to_thread(run, *words))
+
+    assert (shown["trace"], shown["requests"]) == (str(log), 1)
+    assert "has measured none yet" in shown["prefill_origin"]
 
 
 def test_without_an_engine_the_prefill_rate_is_assumed_and_that_is_said(run: Run, log: Path) -> None:

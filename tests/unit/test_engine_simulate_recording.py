@@ -11,6 +11,7 @@ from engine.errors import EngineConfigError
 from engine.request_recorder import KEY_FILE, RequestRecorder
 from engine.trace_files import Trace
 from engine.values import NewRequest
+from tests.support.shell import Shell
 
 
 def request(number: int) -> NewRequest:
@@ -79,3 +80,10 @@ def test_more_than_the_disk_takes_is_left_out_and_counted(tmp_path: Path, monkey
         recorder.record(request(number), at_s=1.0)
 
     assert recorder.num_dropped == 3
+
+
+async def test_an_engine_tells_where_it_records() -> None:
+    async with Shell(record_path="/var/log/halocline/requests.log") as shell:
+        shown = await (await shell.client()).stats()
+
+    assert shown["settings"]["record"] == "/var/log/halocline/requests.log"
