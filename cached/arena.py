@@ -342,7 +342,9 @@ def _make_private_directory(directory: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise ArenaError(f"{directory} is not a directory (a link is not followed); give another arena_dir")
     if found.st_uid != os.geteuid():
-        raise ArenaError(f"{directory} belongs to user {found.st_uid}, not to {os.geteuid()}; give another arena_dir")
+        denied = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        message = f"{directory} belongs to user {found.st_uid}, not to {os.geteuid()}; give another arena_dir"
+        raise ArenaError(message) from denied
     if stat.S_IMODE(found.st_mode) != 0o700:
         directory.chmod(0o700)
 
