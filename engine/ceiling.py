@@ -4,7 +4,7 @@ Prefix-aware Belady: of the blocks that the present request does not use, the on
 goes, and of equals the deepest. A block's parent is used whenever the block is, so its next use is never later, and
 dependents go first by themselves. No policy can be built like this; nothing here is used to serve.
 
-A trace is kept as block numbers, 4 bytes for each reference and 4 for its next one.
+A trace is kept as block numbers, 4 bytes for each reference and 4 for its next one, and the name of each different block.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ from array import array
 from collections.abc import Sequence
 
 from cached.keys import BlockHash
+from engine.errors import TraceError
 
+MAX_DISTINCT_BLOCKS = 1 << 24
+"""Whoever keeps the names of all blocks of a trace needs some 150 bytes for each: with this many 2.5 GB."""
 _NEVER = (1 << 32) - 1
+
+
+def check_distinct(count: int, why: str) -> None:
+    """Raises TraceError, with `why` and what to do, where a trace has more different blocks than are kept."""
+    if count > MAX_DISTINCT_BLOCKS:
+        raise TraceError(f"the trace has more than {MAX_DISTINCT_BLOCKS:,} different blocks, {why}")
 
 
 class Ceiling:
@@ -36,8 +45,9 @@ class Ceiling:
 
     def take(self, hashes: Sequence[BlockHash], servable: int, needed: int) -> None:
         """The next request's full blocks; `servable` of them may come from a cache (kv-semantics 3.1), and `needed` are
-        the blocks that the whole prompt takes."""
+        the blocks that the whole prompt takes. Raises TraceError of more different blocks than are kept."""
         self._blocks.extend(self._numbers.setdefault(each, len(self._numbers)) for each in hashes)
+        check_distinct(len(self._numbers), "too many for belady, which knows all of them; leave it out of --policy")
         self._ends.append(len(self._blocks))
         self._servable.append(servable)
         self._needed.append(needed)

@@ -15,7 +15,7 @@ from cached.records import Holder, StoredRecord
 from cached.retention import RetentionConfig
 from cached.store import BlockStore, Granted, Present, Retouch
 from cached.store import Offer as StoreOffer
-from engine.ceiling import Ceiling
+from engine.ceiling import Ceiling, check_distinct
 from engine.core import EngineCore
 from engine.plan import Sampled, StepResult
 from engine.policies import CEILING, Policy, policy_named
@@ -142,7 +142,7 @@ class Simulation:
 
 
 class DistinctBlocks:
-    """Counts the different full blocks of a trace; 32 bytes and a set's entry for each."""
+    """Counts the different full blocks of a trace. It keeps the hash of each, so there is a limit to how many."""
 
     def __init__(self, trace_format: TraceFormat, tokens_per_block: int | None = None) -> None:
         self._size = default_size(trace_format) if tokens_per_block is None else tokens_per_block
@@ -152,9 +152,10 @@ class DistinctBlocks:
         self._hashes: set[BlockHash] = set()
 
     def take(self, request: TracedRequest) -> None:
-        """The next request."""
+        """The next request. Raises TraceError of more different blocks than are kept."""
         prompt = symbols(self._format, request, self._size)
         self._hashes.update(block_hashes(namespace(_LAYOUT, request.namespace or None), prompt, self._row))
+        check_distinct(len(self._hashes), "too many to count for a percentage; give --blocks N")
 
     def __len__(self) -> int:
         return len(self._hashes)

@@ -141,6 +141,42 @@ def test_what_is_not_legal_is_refused_in_one_sentence(
     assert len(shown.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--blocks", "2%", "--policy", "lru"),
+            "more than 15 different blocks, too many to count for a percentage; give --blocks N",
+        ),
+        (
+            ("--blocks", "9", "--policy", "lru,belady"),
+            "too many for belady, which knows all of them; leave it out of --policy",
+        ),
+    ],
+)
+def test_more_different_blocks_than_memory_should_hold_are_refused_with_what_to_do(
+    words: tuple[str, ...],
+    said: str,
+    trace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.ceiling.MAX_DISTINCT_BLOCKS", 15)
+
+    ended = halocline.run(["--state-dir", str(tmp_path), "simulate", str(trace), *words])
+
+    assert (ended, said in capsys.readouterr().err) == (6, True)
+
+
+def test_a_capacity_in_blocks_has_no_limit_of_different_blocks(
+    run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.ceiling.MAX_DISTINCT_BLOCKS", 15)
+
+    assert run("simulate", trace, "--blocks", "9").exit_code == 0
+
+
 @pytest.mark.parametrize("content", [b'{"when": 1}\n', b"", b"PK\x03\x04"])
 def test_a_file_that_is_no_trace_ends_the_command_with_one_sentence(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
