@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ IMPURE_IMPORTS = {
     "signal", "socket", "sqlite3", "structlog", "subprocess", "threading", "time", "urllib.request", "uuid", "uvloop",
 }  # fmt: skip
 IMPURE_CALLS = {"os.environ", "os.getenv", "os.urandom", "datetime.now", "datetime.utcnow", "date.today"}
-# package -> what it may import of other packages; a package imports everything of its own that its layer allows.
+# package -> what it may import of other packages; a package imports everything of its own that its layer allows. The map is
+# docs/architecture.md's, and docs/decisions/0007-import-map.md says why it is as wide as it is.
 MAY_IMPORT = {
-    "gateway": ("engine.client", "engine.protocol", "engine.errors", "tenants.", "cached.retention", "cached.keys", "cached.wire", "cached.errors"),
+    "gateway": ("engine.client", "engine.protocol", "engine.errors", "tenants.", "cached.retention", "cached.keys", "cached.errors"),
     "engine": ("cached.client", "cached.keys", "cached.retention", "cached.eviction", "cached.wire", "cached.errors", "cached.protocol"),
     "cached": (),
     "tenants": (),
@@ -26,6 +28,15 @@ MAY_IMPORT = {
 }  # fmt: skip
 # One module may import more: the simulator drives the host tier's core in its own process.
 MAY_IMPORT_TOO = {"engine/simulate.py": ("cached.store", "cached.records")}
+TENSORS = {"torch", "transformers", "numba"}
+# The modules that compute: the engine's device modules; the converter, which is a process of its own; and the guard of the
+# payload's mapping, which is machine code because it runs inside a signal handler (decision 5).
+TENSOR_MODULES = {
+    "engine/attention/cpu.py", "engine/attention/folding.py", "engine/attention/gather.py", "engine/attention/interface.py",
+    "engine/attention/paged_decode.py", "engine/fused.py", "engine/kv_memory.py", "engine/layer_kernels.py", "engine/model.py",
+    "engine/prepacked.py", "engine/runner.py", "engine/sampler.py", "engine/vector_exp.py",
+    "command/model_convert.py", "cached/guarded_mapping.py",
+}  # fmt: skip
 
 
 def test_every_package_has_a_readme_with_a_table_of_its_files() -> None:
@@ -63,10 +74,43 @@ def test_a_module_imports_of_other_packages_only_what_the_map_allows(module: Mod
         f"line {found.line}: {found.target}"
         for found in imports_of(module.path)
         if found.target.split(".")[0] in others
-        and not any(found.target == may or (may.endswith(".") and found.target.startswith(may)) for may in (*MAY_IMPORT[module.package], *MAY_IMPORT_TOO.get(str(module), ())))
+        and not any(_is_covered(found.target, may) for may in (*MAY_IMPORT[module.package], *MAY_IMPORT_TOO.get(str(module), ())))
     ]  # fmt: skip
 
     assert forbidden == []
+
+
+def test_the_map_allows_nothing_that_nobody_imports() -> None:
+    imported = {
+        package: {found.target for module in modules_of(package) for found in imports_of(module.path)}
+        for package in PACKAGES
+    }
+
+    unused = [
+        f"{package} → {may}"
+        for package, allowed in MAY_IMPORT.items()
+        for may in allowed
+        if not any(_is_covered(target, may) for target in imported[package])
+    ]
+    for file, allowed in MAY_IMPORT_TOO.items():
+        targets = {found.target for found in imports_of(ROOT / file)}
+        unused += [f"{file} → {may}" for may in allowed if may not in targets]
+
+    assert unused == []
+
+
+@pytest.mark.parametrize("package", ["gateway", "engine"])
+def test_the_architecture_shows_the_same_map(package: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    lines = re.findall(rf"^{package} +──> (.*?)(?=^\S|^```)", text, re.MULTILINE | re.DOTALL)
+    shown = {
+        f"{other}.{name.strip()}"
+        for other, names in re.findall(r"(\w+)\.\{([^}]*)\}", lines[0])
+        for name in names.split(",")
+    }
+
+    assert shown == {may for may in MAY_IMPORT[package] if not may.endswith(".")}
+    assert all(may.rstrip(".") in lines[0] for may in MAY_IMPORT[package] if may.endswith("."))
 
 
 def test_the_command_imports_other_packages_only_when_they_are_needed() -> None:
@@ -98,15 +142,20 @@ def test_a_pure_module_has_no_clock_no_chance_no_environment_and_does_not_wait(m
     assert imported + called + waits == []
 
 
-@pytest.mark.parametrize("module", all_modules(), ids=str)
-def test_torch_is_imported_only_in_the_device_modules_of_the_engine(module: Module) -> None:
-    wanted = [i for i in imports_of(module.path) if _is_or_under(i.target, {"torch", "transformers", "numba"})]
-    is_device_module = module.package == "engine" and module.layer in ("shell", "main")
+def test_torch_and_what_compiles_are_imported_by_the_modules_that_compute_and_by_no_others() -> None:
+    importing = {
+        str(module)
+        for module in all_modules()
+        if any(_is_or_under(found.target, TENSORS) for found in imports_of(module.path))
+    }
 
-    # The guard of the payload's mapping is machine code, since it runs inside a signal handler (decision 5).
-    is_guard = module.package == "cached" and module.file == "guarded_mapping.py"
+    assert importing == TENSOR_MODULES
 
-    assert not wanted or is_device_module or is_guard or module.file == "model_convert.py"
+
+def test_the_engines_modules_that_compute_are_shells() -> None:
+    layers = {str(module): module.layer for module in modules_of("engine")}
+
+    assert {layers[each] for each in TENSOR_MODULES if each.startswith("engine/")} == {"shell"}
 
 
 @pytest.mark.parametrize("module", all_modules(), ids=str)
@@ -122,6 +171,11 @@ def test_init_files_are_empty(package: str) -> None:
     filled = [str(file.relative_to(ROOT)) for file in (ROOT / package).rglob("__init__.py") if file.read_bytes()]
 
     assert filled == []
+
+
+def _is_covered(target: str, may: str) -> bool:
+    """Whether an entry of the map allows the module; `tenants.` stands for all of a package."""
+    return target == may or (may.endswith(".") and target.startswith(may))
 
 
 def _is_or_under(target: str, names: set[str]) -> bool:
