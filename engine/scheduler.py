@@ -18,6 +18,8 @@ from engine.sequence import Sequence
 _Lane = list[tuple[int, int, Sequence]]
 _WINDOW = 8
 """How many of a lane are compared by what is cached of them."""
+_SWEEP_AFTER = 64
+"""Removals, beyond as many as wait, after which lanes are swept: so the cost of it is shared by many."""
 MAX_PASSED = 8
 """How often the one that has waited longest is passed by others of its owner, so that nobody waits for ever."""
 
@@ -37,6 +39,7 @@ class WaitingQueue:
         self._parked_on: dict[Sequence, BlockHash] = {}
         self._aside: list[Sequence] = []
         self._pushes = 0
+        self._num_removed = 0  # since the last sweep
 
     def __len__(self) -> int:
         return len(self._members)
@@ -82,6 +85,7 @@ class WaitingQueue:
         if sequence in self._members:
             self._members.remove(sequence)
             self.places.give_back(sequence.request.owner)
+            self._num_removed += 1
         self._ready.discard(sequence)
         parked_on = self._parked_on.pop(sequence, None)
         if parked_on is not None:
@@ -90,6 +94,8 @@ class WaitingQueue:
                 self._parked[parked_on] = left
             else:
                 del self._parked[parked_on]
+        if self._num_removed > _SWEEP_AFTER + len(self._members):
+            self._sweep()
 
     def park(self, sequence: Sequence, block_hash: BlockHash) -> None:
         """Wait until this block is shareable or its producer is gone."""
@@ -131,6 +137,7 @@ class WaitingQueue:
         assert sorted(self._lanes) == sorted(self._rotation)
         queued = {entry[2] for lane in (self._front, *self._lanes.values()) for entry in lane}
         assert self._ready <= queued
+        assert self._num_removed <= _SWEEP_AFTER + len(self._members) + 1
         self.places.check_invariants()
         assert len(self.places) == len(self._members)
 
@@ -147,6 +154,21 @@ class WaitingQueue:
             lane = self._lanes[sequence.owner_index] = []
             self._rotation.append(sequence.owner_index)
         return lane
+
+    def _sweep(self) -> None:
+        """What has left stands in its lane until it would be next. Behind one that cannot be admitted that may be long, and
+        whoever asks and leaves again meanwhile would fill the memory with prompts."""
+        self._num_removed = 0
+        self._front = self._swept(self._front)
+        self._lanes = {owner: left for owner, lane in self._lanes.items() if (left := self._swept(lane))}
+        self._rotation = deque(owner for owner in self._rotation if owner in self._lanes)
+
+    def _swept(self, lane: _Lane) -> _Lane:
+        first_entries: dict[Sequence, tuple[int, int, Sequence]] = {}
+        for entry in sorted(lane):
+            if entry[2] in self._ready:
+                first_entries.setdefault(entry[2], entry)
+        return list(first_entries.values())  # Sorted, and so a heap.
 
     def _most_cached(self, lane: _Lane, first: Sequence, num_cached: Callable[[Sequence], int]) -> Sequence:
         if first.num_passed >= MAX_PASSED or len(lane) == 1:
