@@ -198,8 +198,9 @@ def check_open_files(settings: Settings, machine: Machine) -> Iterator[Finding]:
 
 
 def check_model(settings: Settings) -> Iterator[Finding]:
-    """Whether there is a model to serve."""
-    model = Path(settings.engine.model_dir)
+    """Whether there is a model to serve: the one that a running `up` serves, else the one that is set."""
+    noted = settings.paths.served_model
+    model = Path(noted.read_text(encoding="utf-8").rstrip("\n") if noted.exists() else settings.engine.model_dir)
     if not (model / "config.json").exists():
         yield Finding(
             "model", "wrong", f"no config.json in {model}", "`halocline fetch-model`, or set engine.model_dir"

@@ -54,6 +54,11 @@ class Paths:
         """Where `up` notes which HOST:PORT its gateway got, for commands that look for it."""
         return self.run / "gateway.address"
 
+    @property
+    def served_model(self) -> Path:
+        """Where `up` notes the directory of the model that it serves, which a flag may have named."""
+        return self.run / "model.path"
+
     def socket(self, name: str) -> Path:
         """The unix socket of a process (`cached`, `engine`, `admin`)."""
         return self.run / f"{name}.sock"

@@ -118,6 +118,7 @@ class _Supervisor:
 
     async def _serve(self) -> None:
         self._settings.paths.gateway_address.write_text(f"{self._address}\n", encoding="ascii")
+        self._settings.paths.served_model.write_text(f"{self._settings.engine.model_dir}\n", encoding="utf-8")
         if int(self._settings.engine.host_cache_size) > 0:
             self._keep("cached")
         self._keep("engine")
@@ -271,6 +272,7 @@ class _Supervisor:
         for name in ("gateway", "engine", "cached", "admin", "notify-gateway", "notify-engine", "notify-cached"):
             paths.socket(name).unlink(missing_ok=True)
         paths.gateway_address.unlink(missing_ok=True)
+        paths.served_model.unlink(missing_ok=True)
         arena = Path(str(self._settings.cached.arena_dir))
         if arena == paths.arena and self._is_default("cached", "keep_arena"):
             shutil.rmtree(arena, ignore_errors=True)

@@ -116,6 +116,19 @@ def test_ready_is_one_line_followed_by_commands_that_name_the_port_and_the_key(
     assert str(state / "demo.key") in said
 
 
+def test_a_running_up_notes_which_model_it_serves_and_removes_the_note(
+    state: Path, start: Callable[..., FakeUp]
+) -> None:
+    up = start()
+    up.wait_ready()
+
+    [note] = state.rglob("model.path")
+
+    assert Path(note.read_text().strip()) == state
+    assert up.end() == 0
+    assert not note.exists()
+
+
 def test_an_interrupt_of_the_whole_group_stops_gateway_then_engine_then_cached_and_leaves_nothing(
     state: Path, start: Callable[..., FakeUp]
 ) -> None:
