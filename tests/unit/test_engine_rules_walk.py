@@ -87,10 +87,11 @@ def test_rule_3_4_partial_matches_can_be_switched_off(enable_partial_reuse: bool
     assert world.pos(PROMPT) == expected
 
 
-def test_rule_3_4_the_child_that_shares_most_is_taken() -> None:
+@pytest.mark.parametrize("other", [90, 200], ids=["it stands before", "it stands behind"])
+def test_rule_3_4_the_child_that_shares_most_is_taken(other: int) -> None:
     world = World(settings(4, 32))
     for shared in (1, 3, 2):
-        world.ask([*PROMPT[: 4 + shared], *[90 + shared] * (5 - shared)])
+        world.ask([*PROMPT[: 4 + shared], *[other + shared] * (5 - shared)])
 
     assert world.pos(PROMPT) == 4 + 3
 
