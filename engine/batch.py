@@ -22,6 +22,8 @@ SmallInts = NDArray[np.int32]
 
 SEGMENT_TOKENS = 128
 """How much context one item of work covers: enough to forget the cost of starting it, few enough to share out."""
+FEW_TOKENS = 2048
+"""Below this much context in all, items are half as long, so that threads end together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +156,14 @@ def _checked_table(chunk: Chunk, tokens_per_block: int, num_blocks: int) -> Ints
 def _short_rows(chunks: Sequence[tuple[int, Chunk, Ints, int]]) -> ShortRows:
     rows, tables, firsts, lasts, row_items = [], [], [], [], [0]
     table_begin = 0
+    seen = sum(len(chunk.tokens) * (chunk.start + len(chunk.tokens) - own_from) for _, chunk, _, own_from in chunks)
+    segment = SEGMENT_TOKENS if seen >= FEW_TOKENS else SEGMENT_TOKENS // 2
     for first_row, chunk, table, own_from in chunks:
         for index in range(len(chunk.tokens)):
             context = chunk.start + index + 1
-            first = np.arange(own_from, context, SEGMENT_TOKENS, dtype=np.int32)
+            first = np.arange(own_from, context, segment, dtype=np.int32)
             firsts.append(first)
-            lasts.append(np.minimum(first + SEGMENT_TOKENS, context).astype(np.int32))
+            lasts.append(np.minimum(first + segment, context).astype(np.int32))
             rows.append(np.full(len(first), first_row + index, np.int32))
             tables.append(np.full(len(first), table_begin, np.int32))
             row_items.append(row_items[-1] + len(first))

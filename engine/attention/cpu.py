@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.attention.folding import fold
-from engine.attention.paged_decode import attend_segments
+from engine.attention.paged_decode import segment_kernel
 from engine.batch import PackedBatch, ShortRows
 from engine.kv_memory import KvMemory
 
@@ -105,7 +105,8 @@ class CpuStep:
     ) -> None:
         heads, head_dim = query.shape[1:]
         shape = (len(short.item_row), heads, head_dim + 2)
-        attend_segments(
+        kernel = segment_kernel(head_dim, heads // self._pool.shape[4])
+        kernel(
             self._pool,
             layer,
             query.numpy(),

@@ -85,13 +85,13 @@ def test_a_short_common_beginning_joins_the_longer_runs_behind_it() -> None:
     tables=families(),
     tokens_per_block=st.sampled_from((2, 4, 8, 16, 32, 64, 128)),
     kv_heads=st.integers(1, 3),
-    group=st.integers(1, 4),
-    head_dim=st.sampled_from((1, 7, 16, 33)),
+    heads=st.sampled_from(((1, 2), (7, 1), (16, 4), (33, 3))),
     data=st.data(),
 )
 def test_shared_attention_equals_float64(
-    tables: list[tuple[int, ...]], tokens_per_block: int, kv_heads: int, group: int, head_dim: int, data: st.DataObject
+    tables: list[tuple[int, ...]], tokens_per_block: int, kv_heads: int, heads: tuple[int, int], data: st.DataObject
 ) -> None:
+    head_dim, group = heads
     layout = BlockLayout(1, tokens_per_block, kv_heads, head_dim, "float32")
     names = {name: place for place, name in enumerate(sorted({block for table in tables for block in table}))}
     kv = KvMemory(layout, len(names) + 8 * len(tables) + 1, torch.device("cpu"))
