@@ -1,0 +1,337 @@
+"""Is the embedded engine as quick as vLLM's CPU build on the same machine, model and precision?
+
+Both servers run at once, one working while the other idles, and take every figure in turn, so that whatever else the
+machine does meets both. vLLM is started from an environment of its own (`--vllm-python`), tuned as its documentation
+says for this many cores. One JSON line per figure; the last line sums up.
+
+Prediction: prefill is bound by products (2 FLOP a parameter outside the embeddings and token), a decode step by reading
+every weight once; `floor` measures both rates on this machine, and each figure says what share of it was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from bench.report import finish, median
+from bench.serving import FIRST_UNIQUE_ID, Prompts
+from tests.support.stack import Stack
+
+PREFIX, USER, DECODE = 1000, 20, 64
+MIB = 2**20
+
+
+@dataclass(slots=True)
+class Server:
+    """One of the two, as a client sees it."""
+
+    name: str
+    sdk: openai.OpenAI
+    ready_s: float
+    pids: Callable[[], list[int]]
+    figures: dict[str, list[float]] = field(default_factory=dict)
+
+    def note(self, figure: str, value: float) -> None:
+        self.figures.setdefault(figure, []).append(value)
+
+
+def main() -> None:
+    arguments = _arguments()
+    floor = _floor(arguments.model)
+    print(json.dumps({"figure": "floor", **floor}), flush=True)
+    with _ours(arguments.model) as ours, _vllm(arguments) as theirs:
+        # At rest: our pool's pages are touched when first written, theirs are taken as touched (which favours them).
+        memory = {ours.name: _memory(ours.pids()), theirs.name: _memory(theirs.pids()) - arguments.pool_bytes}
+        for seed, server in enumerate((ours, theirs)):
+            _measure(server, Prompts(arguments.model, seed=100 + seed), base=40_000 + 3000 * seed)
+            server.figures.clear()
+        for turn in range(arguments.rounds):
+            for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
+                # The same prompts for both, new ones in each round.
+                _measure(server, Prompts(arguments.model, seed=turn), base=FIRST_UNIQUE_ID + 500 * turn)
+        for server in (ours, theirs):
+            server.note("memory_without_kv_bytes", memory[server.name])
+            server.note("memory_after_bytes", _memory(server.pids()))
+            server.note("ready_s", server.ready_s)
+    _report(arguments, ours, theirs, floor)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="model directory in Hugging Face layout, float32")
+    parser.add_argument(
+        "--vllm-python", type=Path, required=True, help="python of an environment that has vLLM for CPU"
+    )
+    parser.add_argument("--vllm-block", type=int, default=32, help="vLLM's block size; its CPU default is 128")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each figure on each server")
+    parser.add_argument("--pool-bytes", type=int, default=2048 * MIB, help="KV pool of each server")
+    return parser.parse_args()
+
+
+# ── what is measured ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _measure(server: Server, prompts: Prompts, base: int) -> None:
+    """Every figure once. Prompts that must be cold begin with a token that nobody sent."""
+
+    def fresh(count: int, place: int) -> list[int]:
+        return [base + place, *prompts.fresh(count)[1:]]
+
+    first, _, _ = _stream(server, fresh(PREFIX, 0), 2)
+    server.note("ttft_cold_s", first)
+    for streams in (1, 4, 16):
+        rate = _rate(server, [fresh(60, 10 + 20 * streams + i) for i in range(streams)])
+        server.note(f"decode_{streams}_tokens_per_s", rate)
+
+    system = fresh(PREFIX, 1)
+    firsts, rate = _burst(server, [[*system, *prompts.fresh(USER)[1:]] for _ in range(16)])
+    server.note("burst_cold_mean_ttft_s", statistics.mean(firsts))
+    firsts, rate = _burst(server, [[*system, *prompts.fresh(USER)[1:]] for _ in range(16)])
+    server.note("burst_cached_mean_ttft_s", statistics.mean(firsts))
+    server.note("decode_16_shared_tokens_per_s", rate)
+
+
+def _stream(server: Server, prompt: list[int], max_tokens: int) -> tuple[float, list[float], int]:
+    """Seconds to the first token, the times of all chunks since the start, and how many tokens came."""
+    began = time.perf_counter()
+    times, count = [], 0
+    stream = server.sdk.completions.create(
+        model="demo",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    for chunk in stream:
+        if chunk.choices and (chunk.choices[0].text or chunk.choices[0].finish_reason):
+            times.append(time.perf_counter() - began)
+        if chunk.usage is not None:
+            count = chunk.usage.completion_tokens
+    return times[0], times, count
+
+
+def _together(server: Server, prompts: list[list[int]], max_tokens: int) -> list[tuple[float, list[float], int]]:
+    gate = threading.Barrier(len(prompts))
+
+    def one(prompt: list[int]) -> tuple[float, list[float], int]:
+        gate.wait()
+        return _stream(server, prompt, max_tokens)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, prompts))
+
+
+def _rate(server: Server, prompts: list[list[int]]) -> float:
+    """Tokens a second of all streams together, from the last first token to the first end."""
+    return _steady_rate(_together(server, prompts, DECODE))
+
+
+def _burst(server: Server, prompts: list[list[int]]) -> tuple[list[float], float]:
+    found = _together(server, prompts, DECODE)
+    return [first for first, _, _ in found], _steady_rate(found)
+
+
+def _steady_rate(found: list[tuple[float, list[float], int]]) -> float:
+    begin = max(first for first, _, _ in found)
+    end = min(times[-1] for _, times, _ in found)
+    inside = sum(sum(begin < moment <= end for moment in times) for _, times, _ in found)
+    return inside / (end - begin)
+
+
+def _floor(model: Path) -> dict[str, float]:
+    """What this machine can do at best with this model, measured in a process of its own, so that torch is not loaded
+    into the one that measures."""
+    script = (
+        "import engine.environment, torch, time, json, sys\n"
+        "from transformers import AutoConfig\n"
+        "c = AutoConfig.from_pretrained(sys.argv[1])\n"
+        "d = getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads\n"
+        "per = c.hidden_size * d * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)"
+        " + 3 * c.hidden_size * c.intermediate_size\n"
+        "layers, head = per * c.num_hidden_layers, c.hidden_size * c.vocab_size\n"
+        "a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)\n"
+        "big = torch.ones(2**27)\n"
+        "def best(f):\n"
+        "    f(); found = []\n"
+        "    for _ in range(7):\n"
+        "        t = time.perf_counter(); f(); found.append(time.perf_counter() - t)\n"
+        "    return min(found)\n"
+        "flops, rate = 2 * 2048**3 / best(lambda: a @ b), big.nbytes / best(lambda: big.sum())\n"
+        "print(json.dumps({'flop_per_s': flops, 'bytes_per_s': rate,"
+        " 'prefill_tokens_per_s': flops / (2 * layers), 'decode_1_tokens_per_s': rate / (4 * (layers + head))}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(model)], capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# ── the two servers ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def _ours(model: Path) -> Iterator[Server]:
+    began = time.perf_counter()
+    with Stack.start(model, engine_device_cache_size=2048 * MIB, cached_host_cache_size=64 * MIB) as stack:
+        ready_s = time.perf_counter() - began
+        sdk = openai.OpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=600)
+        yield Server("halocline", sdk, ready_s, lambda: [stack.pid, *_descendants(stack.pid)])
+
+
+@contextlib.contextmanager
+def _vllm(arguments: argparse.Namespace) -> Iterator[Server]:
+    port = _free_port()
+    environment = {
+        **os.environ,
+        **{"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+        **{"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+        "VLLM_CPU_KVCACHE_SPACE": str(arguments.pool_bytes // 2**30),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{len(os.sched_getaffinity(0)) - 1}",
+        "LD_PRELOAD": ":".join(str(path) for path in _preloads(arguments.vllm_python)),
+    }
+    command = [
+        *(str(arguments.vllm_python), "-m", "vllm.entrypoints.cli.main", "serve", str(arguments.model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo", "--dtype", "float32"),
+        *("--block-size", str(arguments.vllm_block), "--max-model-len", "8192", "--enforce-eager"),
+    ]
+    began = time.perf_counter()
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            while not _answers(f"http://127.0.0.1:{port}/health"):
+                if process.poll() is not None or time.perf_counter() - began > 600:
+                    said.seek(0)
+                    raise RuntimeError("vLLM did not get ready:\n" + said.read().decode(errors="replace")[-4000:])
+                time.sleep(0.25)
+            ready_s = time.perf_counter() - began
+            sdk = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
+            yield Server("vllm", sdk, ready_s, lambda: [process.pid, *_descendants(process.pid)])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _preloads(python: Path) -> list[Path]:
+    """What vLLM's documentation preloads for speed: its OpenMP runtime, and tcmalloc where there is one."""
+    wanted = (Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"), python.parent.parent / "lib" / "libiomp5.so")
+    return [path for path in wanted if path.exists()]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _memory(pids: list[int]) -> int:
+    """Bytes resident, what is shared counted once between its users."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:"))
+    return total
+
+
+# ── what is said ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+# Figure, bar on ours ÷ theirs, and whether more is better.
+BARS: list[tuple[str, float, bool]] = [
+    ("ttft_cold_s", 1.05, False),
+    ("decode_1_tokens_per_s", 0.95, True),
+    ("decode_4_tokens_per_s", 1.0, True),
+    ("decode_16_tokens_per_s", 1.1, True),
+    ("decode_16_shared_tokens_per_s", 1.4, True),
+    ("burst_cold_mean_ttft_s", 0.65, False),
+    ("burst_cached_mean_ttft_s", 0.5, False),
+    ("ready_s", 0.4, False),
+    ("memory_without_kv_bytes", 0.6, False),
+]
+
+
+def _report(arguments: argparse.Namespace, ours: Server, theirs: Server, floor: dict[str, float]) -> None:
+    rows: list[dict[str, Any]] = []
+    for figure, bar, more_is_better in BARS:
+        mine, other = median(ours.figures[figure]), median(theirs.figures[figure])
+        if arguments.vllm_block == 128 and figure == "burst_cold_mean_ttft_s":
+            bar = 0.45
+        ratio = mine / other
+        row = {
+            "figure": figure,
+            "value": round(mine, 4),
+            "vllm": round(other, 4),
+            "ratio": round(ratio, 3),
+            "bar": f"{'>=' if more_is_better else '<='} {bar}",
+            "holds": ratio >= bar if more_is_better else ratio <= bar,
+            "all": {one.name: [round(value, 4) for value in one.figures[figure]] for one in (ours, theirs)},
+        }
+        if figure == "ttft_cold_s":
+            row["share_of_floor"] = round(PREFIX / mine / floor["prefill_tokens_per_s"], 3)
+        elif figure == "decode_1_tokens_per_s":
+            row["share_of_floor"] = round(mine / floor["decode_1_tokens_per_s"], 3)
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    worst = min(rows, key=lambda row: row["holds"])
+    finish(
+        f"engine_vs_vllm_block{arguments.vllm_block}",
+        value=sum(row["holds"] for row in rows),
+        baseline=len(rows),
+        ratio=worst["ratio"],
+        bar="every figure meets its own",
+        holds=all(row["holds"] for row in rows),
+        spread=[0, len(rows)],
+        config={"rounds": arguments.rounds, "vllm_block": arguments.vllm_block, "pool_bytes": arguments.pool_bytes},
+        details={
+            "figures": rows,
+            "floor": floor,
+            "memory_after_bytes": {one.name: one.figures["memory_after_bytes"] for one in (ours, theirs)},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
