@@ -57,6 +57,10 @@ def test_rule_3_3_a_preempted_producer_that_comes_back_and_its_waiters_make_noth
     world.run()
 
     assert sum(world.computed[each] for each in (producer, *waiters)) == len(HEAD) + 3
+    first = world.lives[producer].first
+    assert first is not None
+    # Rule 7.1: it found its own blocks again when it came back, and yet nothing of its prompt came from a cache.
+    assert (first.device_tokens, first.computed_tokens) == (0, len(HEAD) + 1)
     assert_right(world, producer, *waiters)
     assert_stored_once(world)
 
