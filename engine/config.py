@@ -48,7 +48,12 @@ class EngineConfig(BaseModel):
     # sequence, or the end of a cancelled one, may have to wait.
     max_num_tokens: int = Field(default=128, ge=1, le=1 << 20, description="Tokens of one step, prefill and decode.")
     max_batch_size: int = Field(default=64, ge=1, le=65536, description="Sequences that run at once.")
-    max_queue: int = Field(default=1024, ge=0, le=1 << 20, description="Sequences that wait; more are refused.")
+    max_queue: int = Field(
+        default=1024,
+        ge=0,
+        le=1 << 20,
+        description="Sequences that wait, half of them at most of one owner alone; more are refused.",
+    )
 
     enable_block_reuse: bool = Field(default=True, description="Serve prefixes from blocks computed before.")
     enable_partial_reuse: bool = Field(default=True, description="Also serve the shared beginning of a block.")
