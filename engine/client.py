@@ -95,6 +95,11 @@ class EngineClient:
         return self._last_error
 
     @property
+    def heard_at(self) -> float:
+        """When the engine last said anything on this connection, in the event loop's time; 0 without one."""
+        return self._link.heard_at if self._link else 0.0
+
+    @property
     def num_inflight(self) -> int:
         """Streams that have neither finished nor been cancelled."""
         return len(self._link.streams) if self._link else 0
@@ -319,6 +324,7 @@ class _Link(asyncio.Protocol):
     def __init__(self, heard_tier: Any) -> None:
         self.streams: dict[int, EngineStream] = {}
         self.welcome: Welcome | None = None
+        self.heard_at = 0.0
         self._heard_tier = heard_tier
         self._reader = FrameReader(MAX_FRAME_BYTES)
         self._transport: asyncio.Transport | None = None
@@ -372,6 +378,7 @@ class _Link(asyncio.Protocol):
         self._end(f"the engine closed the connection{f': {exc}' if exc else ''}")
 
     def data_received(self, data: bytes) -> None:
+        self.heard_at = asyncio.get_running_loop().time()
         try:
             for frame in self._reader.receive(data):
                 self._handle(TO_GATEWAY.decode(frame))

@@ -44,17 +44,19 @@ class GatewayServer:
         *,
         ping_interval_s: float = PING_INTERVAL_S,
         load_text: Callable[[Path], ModelText] = ModelText,
+        tenants_age_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.config = config
         self.metrics = GatewayMetrics()
         self.inflight = InFlight(config.max_inflight, config.admission_alpha)
         client = EngineClient(str(config.engine_socket), CLIENT_NAME)
-        self.engines = Engines(client, config.model_dir, load_text)
+        self.engines = Engines(client, config.model_dir, load_text, config.engine_heartbeat_s)
+        self.metrics.tenants_age.set_function(tenants_age_s)
         self.metrics.inflight.set_function(lambda: len(self.inflight))
         self._log = log
         self.bodies = BodyMemory(config.body_memory_bytes)
         self.metrics.body_bytes.set_function(lambda: self.bodies.bytes_held)
-        handlers = Handlers(config, self.engines, self.inflight, self.bodies, ping_interval_s)
+        handlers = Handlers(config, self.engines, self.inflight, self.bodies, tenants_age_s, ping_interval_s)
         self._app = tenant_app(handlers, authenticate, self.metrics, self.inflight, log)
         self._runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         operators_app = admin_app(self.metrics, self.engines, log)
@@ -72,7 +74,7 @@ class GatewayServer:
 
     @property
     def is_engine_connected(self) -> bool:
-        return self.engines.is_connected
+        return self.engines.state == "connected"
 
     async def wait_engine(self, timeout_s: float) -> bool:
         """Whether the engine is there within `timeout_s`."""

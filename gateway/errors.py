@@ -151,6 +151,12 @@ def engine_unavailable() -> ApiError:
     return ApiError(Problem(503, "service_unavailable", "engine_unavailable", message, None, DEFAULT_RETRY_AFTER_S))
 
 
+def engine_unresponsive() -> ApiError:
+    """503: the engine is there and does not answer."""
+    message = "The engine does not respond at the moment. The request may be retried."
+    return ApiError(Problem(503, "service_unavailable", "engine_unavailable", message, None, DEFAULT_RETRY_AFTER_S))
+
+
 def overloaded(message: str, code: str = "overloaded") -> ApiError:
     """503: everything is there, and full."""
     return ApiError(Problem(503, "service_unavailable", code, message, None, DEFAULT_RETRY_AFTER_S))

@@ -14,6 +14,7 @@ from gateway.errors import ApiError, bad_request
 Body = Mapping[str, Any]
 
 _SHOWN_CHARS: Final = 64
+MAX_EXACT_FLOAT: Final = 2**53
 
 
 def shown(value: object) -> str:
@@ -69,23 +70,24 @@ def integer(body: Body, name: str, low: int, high: int) -> int | None:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, float) and value.is_integer():
+    # Beyond 2**53 a float has lost digits, and one that was an integer out of range may have been rounded into it.
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT_FLOAT:
         value = int(value)
     if not is_int(value) or not low <= value <= high:
         raise wrong(name, body[name], f"an integer from {low} to {high}")
     return int(value)
 
 
-def number(body: Body, name: str, low: float, high: float, default: float, *, above_low: bool = False) -> float:
-    """A finite number from `low` to `high` (or strictly above `low`)."""
+def number(body: Body, name: str, low: float, high: float, default: float) -> float:
+    """A finite number from `low` to `high`."""
     value = body.get(name)
     if value is None:
         return default
-    legal = f"a number from {low:g} to {high:g}" if not above_low else f"a number above {low:g} and at most {high:g}"
+    legal = f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong(name, value, legal)
     # NaN and the infinities are in no range.
-    if not low <= value <= high or (above_low and value == low):
+    if not low <= value <= high:
         raise wrong(name, value, legal)
     return float(value)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 from aiohttp import web
 
@@ -32,6 +32,9 @@ from gateway.values import Choice, Delivery, Delta, Envelope, Options, Usage
 from tenants.salts import derive_salt
 from tenants.values import Identity
 
+STALE_TENANTS_S: Final = 5.0
+"""The store confirms the keys four times a second; so old, a revoked one may still open."""
+
 
 class Renderer(Protocol):
     """How one API shows an answer."""
@@ -51,12 +54,14 @@ class Handlers:
         engines: Engines,
         inflight: InFlight,
         bodies: BodyMemory,
+        tenants_age_s: Callable[[], float],
         ping_interval_s: float = PING_INTERVAL_S,
     ) -> None:
         self._config = config
         self._engines = engines
         self._inflight = inflight
         self._bodies = bodies
+        self._tenants_age_s = tenants_age_s
         self._ping_interval_s = ping_interval_s
         self._started_at = int(time.time())
 
@@ -65,15 +70,16 @@ class Handlers:
         return json_response({"status": "ok"})
 
     async def readyz(self, request: web.Request) -> web.StreamResponse:
-        """Whether a request would be served. A missing host tier is a state, not an error."""
-        is_connected = self._engines.is_connected
-        # What an engine said before it went away is old.
-        engine, tier = ("connected", self._engines.tier) if is_connected else ("absent", "unknown")
+        """Whether a request would be served. A missing host tier and tenants of a while ago are states, not errors."""
+        engine = self._engines.state
+        # What an engine said before it went away, or fell silent, is old.
+        tier = self._engines.tier if engine == "connected" else "unknown"
+        tenants = "stale" if self._tenants_age_s() > STALE_TENANTS_S else "current"
+        status = "ready" if engine == "connected" else "unavailable"
         if self._inflight.is_draining:
-            return json_response({"status": "draining", "engine": engine, "tier": tier}, 503)
-        if not is_connected:
-            return json_response({"status": "unavailable", "engine": engine, "tier": tier}, 503)
-        return json_response({"status": "ready", "engine": engine, "tier": tier})
+            status = "draining"
+        body = {"status": status, "engine": engine, "tier": tier, "tenants": tenants}
+        return json_response(body, 200 if status == "ready" else 503)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return json_response(models_body(self._config.model_id, self._started_at))

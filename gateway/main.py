@@ -47,10 +47,14 @@ async def _serve(config: GatewayConfig, watcher: SnapshotWatcher, log: structlog
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     manager = os.environ.get("NOTIFY_SOCKET")
-    server = GatewayServer(config, lambda text, now: watcher.current.authenticate(text, now), log)
+    server = GatewayServer(
+        config,
+        lambda text, now: watcher.current.authenticate(text, now),
+        log,
+        tenants_age_s=lambda: watcher.age_s,
+    )
     async with server:
         log.info("listening", port=server.port, admin=config.admin_listen)
-        server.metrics.tenants_age.set_function(lambda: watcher.age_s)
         announcing = loop.create_task(_announce(server, manager, log))
         # It fails when the engine's model has no tokenizer that could be read: then this start is impossible.
         announcing.add_done_callback(lambda task: None if task.cancelled() or not task.exception() else stopping.set())

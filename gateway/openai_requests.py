@@ -191,7 +191,8 @@ def _sampling(body: Body, limits: Limits, max_tokens: int | None, logprobs: int 
         seed=fields.integer(body, "seed", -(2**63), 2**63 - 1),
         presence_penalty=fields.number(body, "presence_penalty", -2, 2, 0.0),
         frequency_penalty=fields.number(body, "frequency_penalty", -2, 2, 0.0),
-        repetition_penalty=fields.number(body, "repetition_penalty", 0, 10, 1.0, above_low=True),
+        # Nearer to 0 or further from it the numbers overflow, and no token is left to choose from.
+        repetition_penalty=fields.number(body, "repetition_penalty", 0.01, 100, 1.0),
         logit_bias=_logit_bias(body, limits.vocab_size),
         min_tokens=fields.integer(body, "min_tokens", 0, max_tokens or MAX_TOKENS) or 0,
         ignore_eos=fields.flag(body, "ignore_eos"),

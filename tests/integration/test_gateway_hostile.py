@@ -319,3 +319,64 @@ class TestEncodings:
 
         assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 400 ")
         writer.close()
+
+
+async def readiness(stand: Stand) -> tuple[int, dict[str, Any]]:
+    async with stand.http.get(stand.url + "/readyz") as response:
+        return response.status, await response.json()
+
+
+async def wait_ready(stand: Stand, **expected: Any) -> int:
+    async with asyncio.timeout(5):
+        while True:
+            status, body = await readiness(stand)
+            if expected.items() <= body.items():
+                return status
+            await asyncio.sleep(0.01)
+
+
+class TestHeartbeat:
+    """A stopped engine keeps its socket: the gateway said it was ready, and requests waited 600 s for a first token."""
+
+    async def test_an_engine_that_does_not_answer_is_unresponsive_until_it_does(self, demo_model_dir: Path) -> None:
+        async with standing(demo_model_dir, engine_heartbeat_s=0.2) as stand:
+            stand.stub.freeze()
+            assert await wait_ready(stand, engine="unresponsive", status="unavailable") == 503
+            async with stand.http.post(
+                stand.url + "/v1/chat/completions", json=chat_body(), headers=stand.headers()
+            ) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "1")
+                assert (await response.json())["error"]["code"] == "engine_unavailable"
+
+            stand.stub.thaw()
+            assert await wait_ready(stand, engine="connected", status="ready") == 200
+            assert (await stand.chat())[0] == 200
+
+    async def test_an_idle_engine_that_answers_stays_ready(self, demo_model_dir: Path) -> None:
+        async with standing(demo_model_dir, engine_heartbeat_s=0.3) as stand:
+            for _ in range(40):
+                assert (await readiness(stand))[1]["engine"] == "connected"
+                await asyncio.sleep(0.02)
+
+    async def test_an_engine_that_ends_while_it_is_unresponsive_is_found_again(self, demo_model_dir: Path) -> None:
+        async with standing(demo_model_dir, engine_heartbeat_s=0.1) as stand:
+            stand.stub.freeze()
+            await wait_ready(stand, engine="unresponsive")
+            stand.stub.crash()
+            await wait_ready(stand, engine="absent")
+            stand.stub.thaw()
+            await stand.stub.start()
+            await wait_ready(stand, engine="connected")
+            assert (await stand.chat())[0] == 200
+
+
+async def test_old_tenants_are_told_by_readiness_and_served_all_the_same(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that could not be read for minutes left no trace on the tenants' listener."""
+    monkeypatch.setattr(type(stand.watcher), "age_s", 5.5)
+
+    status, body = await readiness(stand)
+
+    assert (status, body["status"], body["tenants"]) == (200, "ready", "stale")
+    assert (await stand.chat())[0] == 200

@@ -69,7 +69,8 @@ class TestRoutes:
         assert (await call(stand, "GET", "/healthz"))[0] == 200
         status, _, raw = await call(stand, "GET", "/readyz")
 
-        assert (status, json.loads(raw)) == (200, {"status": "ready", "engine": "connected", "tier": "none"})
+        ready = {"status": "ready", "engine": "connected", "tier": "none", "tenants": "current"}
+        assert (status, json.loads(raw)) == (200, ready)
 
     async def test_an_absent_tier_is_a_state_and_an_absent_engine_is_not_ready(self, stand: Stand) -> None:
         stand.stub.set_tier("absent")

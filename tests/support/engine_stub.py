@@ -118,6 +118,8 @@ class EngineStub:
         self.welcome = welcome
         self.stats: dict[str, Any] = {"blocks_used": 0}
         self.seen = Seen()
+        self._is_stopped = False
+        self._kept: list[tuple[_StubLink, bytes]] = []
         self._server: asyncio.AbstractServer | None = None
         self._links: set[_StubLink] = set()
         self._changed = asyncio.Event()
@@ -156,6 +158,17 @@ class EngineStub:
         for link in list(self._links):
             link.abort()
         self.welcome = replace(self.welcome, incarnation=f"{self.welcome.incarnation}+")
+
+    def freeze(self) -> None:
+        """Neither read nor say anything, and keep every connection, as a process under SIGSTOP does."""
+        self._is_stopped = True
+
+    def thaw(self) -> None:
+        """Go on with what has arrived in the meantime."""
+        self._is_stopped = False
+        kept, self._kept = self._kept, []
+        for link, data in kept:
+            link.data_received(data)
 
     def set_tier(self, tier: TierState) -> None:
         """Tell every gateway that the host tier came or went."""
@@ -210,6 +223,9 @@ class _StubLink(asyncio.Protocol):
             self._transport.write(TO_GATEWAY.encode(message))
 
     def data_received(self, data: bytes) -> None:
+        if self._stub._is_stopped:
+            self._stub._kept.append((self, data))
+            return
         for frame in self._reader.receive(data):
             self._handle(TO_ENGINE.decode(frame))
         self._stub.note_change()

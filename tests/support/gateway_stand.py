@@ -132,6 +132,7 @@ async def standing(
         structlog.get_logger(),
         ping_interval_s=ping_interval_s,
         load_text=model_text,
+        tenants_age_s=lambda: watcher.age_s,
     )
     try:
         if with_engine:

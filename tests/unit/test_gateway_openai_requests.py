@@ -124,6 +124,11 @@ def test_every_field_of_the_contract_is_read() -> None:
         ("seed", 2**63, "an integer"),
         ("seed", 1e300, "an integer"),
         ("seed", False, "an integer"),
+        # orjson reads -2**63 - 1 as a float, which had become the lowest legal seed.
+        ("seed", float(-(2**63)), "an integer"),
+        # At 1e-38 every logit overflowed: the engine found no token to choose from, and the answer was 502.
+        ("repetition_penalty", 1e-38, "from 0.01 to 100"),
+        ("repetition_penalty", 100.5, "from 0.01 to 100"),
         ("n", 0, "1 to 16"),
         ("n", 1000, "1 to 16"),
         ("n", "2", "1 to 16"),
@@ -134,7 +139,7 @@ def test_every_field_of_the_contract_is_read() -> None:
         ("min_tokens", -1, "0 to"),
         ("presence_penalty", 2.5, "-2 to 2"),
         ("frequency_penalty", -3, "-2 to 2"),
-        ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", 0, "from 0.01 to 100"),
         ("ignore_eos", 1, "true or false"),
         ("stream", "yes", "true or false"),
         ("stop", 5, "at most 16 strings"),
