@@ -87,6 +87,8 @@ class Server:
         self._connections: dict[int, Connection] = {}
         self._watched: dict[int, int] = {}
         self._listener: socket.socket | None = None
+        self._socket_id: tuple[int, int] | None = None
+        self._unreachable_because = ""
         self._accept_again_at: float | None = None
         self._wake_in, self._wake_out = socket.socketpair()
         self._stopping = False
@@ -104,7 +106,7 @@ class Server:
         self._wake_out.setblocking(False)
         self._watch(self._wake_in.fileno(), self._woken)
         self._listener = _listen(self._config.socket)
-        inode = os.stat(self._config.socket).st_ino
+        self._socket_id = _file_id(self._config.socket)
         self._watch(self._listener.fileno(), self._accept)
         for session, holder in self.tier.quarantined().items():
             self._watch_former(session, holder.pid, holder.started)
@@ -115,7 +117,7 @@ class Server:
             while not self._stopping:
                 self._turn()
         finally:
-            self._close(inode)
+            self._close()
 
     def stop(self) -> None:
         """Make `run` return soon; safe in a signal handler and in any thread."""
@@ -134,6 +136,7 @@ class Server:
         self.tier.expire(now)
         if now >= self._look_at:
             self._look_at = now + TICK_S
+            self._look_at_socket()
             self._look_at_payload()
         self._close_refused(now)
         self._verify_some()
@@ -153,6 +156,27 @@ class Server:
         except ArenaError as error:
             log.error("the payload was cut short by a peer and cannot be mended", reason=str(error))
             self.tier.mended()
+
+    def _look_at_socket(self) -> None:
+        """Whoever cleans up directories of sockets may remove one that is in use: nobody new would reach this daemon,
+        and nothing would say so. Those who are connected notice nothing."""
+        path = self._config.socket
+        if _file_id(path) == self._socket_id:
+            return
+        try:
+            listener = _listen(path)
+        except CachedError as error:
+            if str(error) != self._unreachable_because:
+                log.error("the socket is gone and cannot be made again", socket=str(path), reason=str(error))
+            self._unreachable_because = str(error)
+            return
+        if self._listener is not None:
+            self._forget(self._listener.fileno())
+            self._listener.close()
+        self._listener, self._socket_id, self._unreachable_because = listener, _file_id(path), ""
+        self._accept_again_at = None
+        self._watch(listener.fileno(), self._accept)
+        log.warning("the socket was gone and was made again", socket=str(path))
 
     def _wait_s(self) -> float:
         now = boottime()
@@ -395,10 +419,10 @@ class Server:
         self._accept_again_at = None
         self._watch(self._listener.fileno(), self._accept)
 
-    def _close(self, inode: int) -> None:
+    def _close(self) -> None:
         self._stopping = True
         with contextlib.suppress(OSError):
-            if os.stat(self._config.socket).st_ino == inode:
+            if _file_id(self._config.socket) == self._socket_id:
                 os.unlink(self._config.socket)
         if self._listener is not None:
             self._listener.close()
@@ -413,6 +437,15 @@ class Server:
         self._epoll.close()
         self._wake_in.close()
         self._wake_out.close()
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """What a path leads to; None where it leads to nothing that can be seen."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def start_time_of(pid: int) -> int:
