@@ -76,7 +76,7 @@ async def test_an_ordinary_request_is_in_no_figure_of_warm_ups(stand: Stand) -> 
 
 
 async def test_guesses_at_keys_stay_in_sight_whatever_they_call_themselves(stand: Stand) -> None:
-    assert await warm_up(stand, key=stand.key[:-1] + "0") == 401
+    assert await warm_up(stand, key=stand.key[:-1]) == 401
 
     shown = await figures(stand)
     assert shown[f'halocline_gateway_requests_total{{route="{CHAT}",status="401",tenant="-"}}'] == 1
@@ -118,6 +118,6 @@ async def test_without_an_engine_the_state_of_the_tier_is_unknown(stand: Stand) 
         await stand.http.get(stand.url + "/healthz")
 
     async with stand.http.get(stand.url + "/readyz") as response:
-        said = (response.status, json.loads(await response.read()))
+        said = json.loads(await response.read())
 
-    assert said == (503, {"status": "unavailable", "engine": "absent", "tier": "unknown"})
+    assert (response.status, said["engine"], said["tier"]) == (503, "absent", "unknown")
