@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -113,4 +112,4 @@ def show(name: str, value: float, bar: float) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -116,4 +115,4 @@ def show(name: str, value: float, bar: float) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

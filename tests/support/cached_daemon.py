@@ -159,7 +159,7 @@ def load(client: TierClient, names: list[BlockHash]) -> list[bytes]:
     lease = client.lease(names)
     if lease is None:
         return []
-    copies = []
+    copies: list[bytes] = []
     suspected = None
     for block in lease.blocks:
         copy = bytearray(BLOCK_BYTES)
