@@ -15,14 +15,18 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from gateway.errors import ApiError, bad_request
+from gateway.sandbox import Budget, MeteredEnvironment, OverBudget, meter, spending
 from gateway.values import Message
 
 MAX_EXPANSION: Final = 8
 """How many times longer than its messages a rendering may be, beyond `FREE_CHARS`: a runaway template stops there."""
 FREE_CHARS: Final = 2**20
+FREE_STEPS: Final = 20_000
+STEPS_A_MESSAGE: Final = 300
+MAX_STEPS_OF_PAIRS: Final = 2**22
+"""A template may look from every message at every other one, as long as there are not more pairs than this."""
 MAX_CACHED_SHAPES: Final = 1024
 _FIRST_PLACEHOLDER: Final = (
     0xF0000  # Plane 15, private use: no case, no white space, and nothing that templates look for.
@@ -49,10 +53,10 @@ class ChatTemplate:
     """A compiled template. `now_text(format)` is today's date for templates that print it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now_text: Callable[[str], str]) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = MeteredEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = meter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = now_text
         self._template = environment.from_string(source)
@@ -61,7 +65,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> str:
         """The conversation as text, up to where the answer begins; raises ApiError when the template refuses it."""
         plain = [{"role": message.role, "content": message.content} for message in messages]
-        limit = FREE_CHARS + MAX_EXPANSION * sum(len(message.content) for message in messages)
+        num_chars = sum(len(message.content) for message in messages)
+        limit = FREE_CHARS + MAX_EXPANSION * num_chars
+        budget = Budget(_max_steps(len(messages), num_chars), limit)
         variables = {
             **self._special_tokens,
             "messages": plain,
@@ -72,12 +78,13 @@ class ChatTemplate:
         pieces: list[str] = []
         length = 0
         try:
-            for piece in self._template.generate(variables):
-                pieces.append(piece)
-                length += len(piece)
-                if length > limit:
-                    raise _refused(f"its output is longer than {limit} characters")
-        except _TemplateRaised as error:
+            with spending(budget):
+                for piece in self._template.generate(variables):
+                    pieces.append(piece)
+                    length += len(piece)
+                    if length > limit:
+                        raise _refused(f"its output is longer than {limit} characters")
+        except (_TemplateRaised, OverBudget) as error:
             raise _refused(str(error)) from None
         except ApiError:
             raise
@@ -143,6 +150,12 @@ class ChatEncoder:
 
     def _num_specials(self, tokens: Sequence[int]) -> int:
         return sum(map(self._encoder.special_ids.__contains__, tokens))
+
+
+def _max_steps(num_messages: int, num_chars: int) -> int:
+    """Far more than templates take: some ten steps a message, and a few passes over its text at 64 characters a step."""
+    pairs = min(num_messages * num_messages, MAX_STEPS_OF_PAIRS)
+    return FREE_STEPS + STEPS_A_MESSAGE * num_messages + pairs + num_chars // 2
 
 
 def _refused(why: str) -> ApiError:

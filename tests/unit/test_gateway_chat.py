@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,69 @@ def _codec(model_dir: Path, known: dict[Path, TokenizerCodec] = {}) -> Tokenizer
 def _encoder(model_dir: Path) -> ChatEncoder:
     source = (model_dir / "chat_template.jinja").read_text()
     return ChatEncoder(ChatTemplate(source, {}, str), _codec(model_dir))
+
+
+RUNAWAYS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxx{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{{ 'a' * (10 ** 9) }}",
+    "{{ ([1] * (10 ** 9)) | length }}",
+    "{{ (9 ** (9 ** 7)) | string | length }}",
+    "{{ 'a'.center(10 ** 9) }}{{ 'a' | center(10 ** 9) }}",
+    "{{ ['a'] | map('center', 10 ** 9) | first }}",
+    "{{ 'a'.zfill(10 ** 9) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%*d' % (10 ** 9, 1) }}",
+    "{{ '%999999999d' | format(1) }}",
+    "{{ '{:>999999999}'.format(1) }}",
+    "{{ '{:>{}}'.format(1, 999999999) }}",
+    "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+    "{{ ('a' * 100000) | replace('a', 'b' * 100000) }}",
+    "{{ ('a' * 100000).join(['b'] * 100000) }}",
+    "{{ (['b'] * 100000) | join('a' * 100000) }}",
+    "{{ ('\\t' * 100000).expandtabs(100000) }}",
+    "{{ ('a' * 100000).translate({97: 'b' * 100000}) }}",
+    "{{ {'a': 1} | tojson(indent=10 ** 9) }}",
+    "{{ ('a\\n' * 100000) | indent(100000) }}",
+    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set x = 'a' * 1000000 %}{% set y %}{% for i in range(50000) %}{{ x }}{% endfor %}{% endset %}",
+    "{% set l = range(99999) | list %}{% for i in range(9999) %}{% set m = l[1:] %}{% endfor %}",
+    "{{ lipsum(10 ** 6) }}",
+]
+
+
+@pytest.mark.parametrize("source", RUNAWAYS)
+def test_a_template_that_runs_away_is_stopped_before_it_costs_much(source: str) -> None:
+    """Loops without output, and one huge string or number, had stopped the event loop for seconds to minutes.
+
+    Each that is not stopped takes minutes, or gigabytes.
+    """
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as refusal:
+            ChatTemplate(source, {}, str).render([Message("user", "hi")])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert refusal.value.problem.code == "invalid_chat_messages"
+    assert peak_bytes < 64 * 2**20
+
+
+def test_the_budget_is_ample_for_what_templates_do() -> None:
+    source = (
+        "{% for message in messages %}{% for other in messages %}{% if loop.last and other.role %}{% endif %}{% endfor %}"
+        "{{ '<|' ~ message.role ~ '|>' + message['content'] | trim }}"
+        "{{ '%s %5d %-10s' % ('a', 1, 'b') }}{{ '{} {:>8}'.format(1760000000, 'x') }}{{ 'ab'.split('a', 1)[1:] }}"
+        "{{ message | tojson(indent=4) }}{{ messages[::-1][0].role }}{{ (2 ** 31) * 7 }}{{ '-' * 40 }}"
+        "{{ loop.index0 }}/{{ loop.length }}{% endfor %}"
+    )
+    messages = [Message("user", "x" * 1000)] * 300
+
+    rendered = ChatTemplate(source, {}, str).render(messages)
+
+    assert rendered.count("1760000000") == 300
+    assert rendered.endswith("299/300")
+    assert "a     1 b         " in rendered
