@@ -22,6 +22,9 @@ from engine.values import CoreSettings
 
 _SHARE_OF_OTHERS = 4
 """One part in so many of the prefill budget goes to those who are not the oldest."""
+_RESERVED_SHARE = 8
+"""One part in so many of the running places is kept for owners that have nothing running: long answers of one owner
+would otherwise hold all places, and another's first token would wait for the end of one of them."""
 
 
 class _Step:
@@ -130,10 +133,16 @@ class Planner:
     def _admit(self, step: _Step, now: float, room: int) -> None:
         rest = step.budget - room
         while step.budget > rest and not (step.is_stalled or step.is_full):
-            sequence = self._roster.waiting.candidate(self._cache.num_cached)
-            if sequence is None or len(self._roster.running) >= self._settings.max_batch_size:
+            num_places = self._settings.max_batch_size - len(self._roster.running)
+            is_reserved = 0 < num_places <= self._settings.max_batch_size // _RESERVED_SHARE
+            is_excluded = self._is_served if is_reserved else _nobody
+            sequence = self._roster.waiting.candidate(self._cache.num_cached, is_excluded)
+            if sequence is None or num_places <= 0:
                 return
             step.is_full = not self._try_admit(sequence, step, now, step.budget - rest)
+
+    def _is_served(self, owner_index: int) -> bool:
+        return any(each.owner_index == owner_index for each in self._roster.running.values())
 
     def _try_admit(self, sequence: Sequence, step: _Step, now: float, room: int) -> bool:
         """Admit the candidate or let it wait elsewhere; False when it needs blocks: then nobody passes it."""
@@ -203,6 +212,10 @@ class Planner:
         if self._settings.offload_policy != "on_evict" or not self._offloader.is_on:
             return None
         return lambda block: self._offloader.depart(block, now)
+
+
+def _nobody(owner_index: int) -> bool:
+    return False
 
 
 def _round(others: list[Sequence], step_id: int) -> list[Sequence | None]:

@@ -56,18 +56,26 @@ class WaitingQueue:
         self._pushes += 1
         heapq.heappush(self._lane_of(sequence), (sequence.arrival, self._pushes, sequence))
 
-    def candidate(self, num_cached: Callable[[Sequence], int] | None = None) -> Sequence | None:
+    def candidate(
+        self,
+        num_cached: Callable[[Sequence], int] | None = None,
+        is_excluded: Callable[[int], bool] = lambda owner: False,
+    ) -> Sequence | None:
         """The sequence whose turn it is; it stays where it is. `num_cached` says how much of a prompt need not be computed;
-        it is asked only about sequences of the owner whose turn it is, and decides only between them."""
+        it is asked only about sequences of the owner whose turn it is, and decides only between them. Owners that are
+        excluded keep their turn."""
         first = self._top(self._front)
         if first is not None:
             return first
-        while self._rotation:
-            lane = self._lanes[self._rotation[0]]
+        for owner in list(self._rotation):
+            if is_excluded(owner):
+                continue
+            lane = self._lanes[owner]
             first = self._top(lane)
             if first is not None:
                 return first if num_cached is None else self._most_cached(lane, first, num_cached)
-            del self._lanes[self._rotation.popleft()]
+            del self._lanes[owner]
+            self._rotation.remove(owner)
         return None
 
     def take(self, sequence: Sequence) -> None:

@@ -537,6 +537,23 @@ def test_of_the_places_that_become_free_in_a_full_batch_every_other_goes_to_the_
     assert sum(world.lives[each].finish is not None for each in theirs) <= 2
 
 
+def test_long_answers_of_one_owner_leave_a_place_for_another_that_has_none() -> None:
+    """A tenant with as many long answers as there are places made another's first token wait 154 steps for the end of one
+    of them."""
+    world = World(settings(4, 4096, max_batch_size=8, max_num_tokens=64, max_queue=1000), check=False)
+    one, other = OwnerId(b"1" * 16), OwnerId(b"2" * 16)
+    for number in range(20):
+        world.submit([number, 5], 200, owner=one, salt=f"1-{number}")
+    for _ in range(5):
+        world.step()
+    mine = world.submit([7, 8, 9], 2, owner=other, salt="2")
+
+    steps = steps_until(world, lambda: world.lives[mine].first is not None)
+
+    assert steps <= 2
+    assert world.core.statistics().sequences_waiting > 10
+
+
 def steps_until(world: World, holds: Callable[[], bool]) -> int:
     """How many steps it takes."""
     for count in range(1000):
