@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -56,6 +56,9 @@ from cached.protocol import (
     Layout,
     LeasedBlock,
     LeaseReply,
+    ListedBlock,
+    ListReply,
+    ListRequest,
     Lookup,
     LookupReply,
     OfferedBlock,
@@ -116,6 +119,14 @@ class Lease:
     lease_id: int
     session: int
     blocks: tuple[LeasedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedPage:
+    """Some stored blocks; ask for the next ones with `next_after`, None: these were the last."""
+
+    blocks: tuple[ListedBlock, ...]
+    next_after: int | None
 
 
 class TierClient:
@@ -273,6 +284,19 @@ class TierClient:
             return None
         try:
             return TierEvents(reply.incarnation, reply.last, reply.lost, _read_events(reply))
+        except (ValueError, IndexError):
+            self._lose(is_breach=True)
+            return None
+
+    def list_blocks(self, after: int = -1, namespace_fingerprint: str | None = None) -> ListedPage | None:
+        """Stored blocks in slots above `after`, of one namespace or of all, as far as one reply holds them. Blocks that
+        come or go between pages may be in one or not. None when the daemon is absent."""
+        namespace = bytes.fromhex(namespace_fingerprint) if namespace_fingerprint else b""
+        reply = self._ask(ListRequest(self._request_id(), namespace, after), ListReply)
+        if reply is None:
+            return None
+        try:
+            return ListedPage(tuple(_read_list(reply)), reply.next_after if reply.next_after > after else None)
         except (ValueError, IndexError):
             self._lose(is_breach=True)
             return None
@@ -656,6 +680,40 @@ def _read_events(reply: EventsReply) -> tuple[TierEvent, ...]:
         )
         for at, (kind, key, parent, namespace, owner, old, new) in enumerate(rows)
     )
+
+
+def _read_list(reply: ListReply) -> Iterator[ListedBlock]:
+    rows = zip(
+        read_u32s(reply.slots),
+        cut(reply.hashes, HASH_BYTES),
+        cut(reply.parents, HASH_BYTES),
+        cut(reply.namespaces, NAMESPACE_FINGERPRINT_BYTES),
+        reply.priorities,
+        read_f64s(reply.deadlines),
+        cut(reply.owners, OWNER_BYTES),
+        reply.states,
+        strict=True,
+    )
+    for slot, key, parent, namespace, priority, deadline, owner, state in rows:
+        yield ListedBlock(
+            slot,
+            key,
+            None if parent == NO_PARENT else parent,
+            namespace.hex(),
+            priority,
+            None if deadline == NEVER else deadline,
+            owner,
+            "unverified" if state else "stored",
+        )
+
+
+def prepare_copies() -> None:
+    """Compile what copies need (half a second) now, and not in the middle of the first one. Does nothing on a machine
+    where payloads cannot be mapped: there the client says so itself."""
+    from cached.guarded_mapping import prepare  # numpy and numba, which an observer does without.
+
+    with contextlib.suppress(OSError):
+        prepare()
 
 
 def _join(hashes: Sequence[bytes]) -> bytes:

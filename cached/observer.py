@@ -9,24 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cached.client import TierClient
-from cached.keys import HASH_BYTES, OWNER_BYTES
-from cached.protocol import (
-    NAMESPACE_FINGERPRINT_BYTES,
-    NEVER,
-    NO_PARENT,
-    ConfigReply,
-    ConfigRequest,
-    ListedBlock,
-    ListReply,
-    ListRequest,
-    OwnersReply,
-    OwnersRequest,
-    Verify,
-    VerifyReply,
-    cut,
-    read_f64s,
-    read_u32s,
-)
+from cached.protocol import ConfigReply, ConfigRequest, ListedBlock, OwnersReply, OwnersRequest, Verify, VerifyReply
 
 
 class TierObserver(TierClient):
@@ -52,36 +35,10 @@ class TierObserver(TierClient):
     def blocks(self, namespace_fingerprint: str | None = None) -> Iterator[ListedBlock]:
         """The stored blocks, of one namespace or of all, slot by slot; ends early when the daemon goes away, which
         `state` tells then. Blocks that come or go meanwhile may be in it or not."""
-        namespace = bytes.fromhex(namespace_fingerprint) if namespace_fingerprint else b""
         after: int | None = -1
         while after is not None:
-            reply = self._ask(ListRequest(self._request_id(), namespace, after), ListReply)
-            if reply is None:
+            page = self.list_blocks(after, namespace_fingerprint)
+            if page is None:
                 return
-            yield from _read_list(reply)
-            after = reply.next_after if reply.next_after > after else None
-
-
-def _read_list(reply: ListReply) -> Iterator[ListedBlock]:
-    rows = zip(
-        read_u32s(reply.slots),
-        cut(reply.hashes, HASH_BYTES),
-        cut(reply.parents, HASH_BYTES),
-        cut(reply.namespaces, NAMESPACE_FINGERPRINT_BYTES),
-        reply.priorities,
-        read_f64s(reply.deadlines),
-        cut(reply.owners, OWNER_BYTES),
-        reply.states,
-        strict=True,
-    )
-    for slot, key, parent, namespace, priority, deadline, owner, state in rows:
-        yield ListedBlock(
-            slot,
-            key,
-            None if parent == NO_PARENT else parent,
-            namespace.hex(),
-            priority,
-            None if deadline == NEVER else deadline,
-            owner,
-            "unverified" if state else "stored",
-        )
+            yield from page.blocks
+            after = page.next_after

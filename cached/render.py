@@ -27,7 +27,7 @@ def statistics(stats: Mapping[str, Any]) -> str:
         ("layout", f"{stats['layout_fingerprint']}, {_size(stats['slot_bytes'])} a block"),
         ("capacity", f"{stats['capacity_slots']} blocks, {_size(stats['capacity_bytes'])}"),
         ("allocated", f"{stats['allocated_slots']} blocks, {_size(stats['allocated_bytes'])}"),
-        ("engines", str(stats["sessions"])),
+        ("sessions", f"{stats['sessions']} of engines"),
         ("used", f"{stats['used']} ({stats['idle']} idle, {stats['leased']} leased, {stats['unverified']} unverified)"),
         (
             "being stored",

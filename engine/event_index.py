@@ -200,8 +200,8 @@ class EventIndex:
 
     def _apply(self, event: Event) -> bool:
         match event:
-            case Created():
-                return not any(self._blocks.values())
+            case Created(sizes):
+                return any(not self._blocks.get(tier) for tier, _ in sizes)  # The one that is new is empty.
             case Stored():
                 return self._store(event)
             case Removed(hashes, tier):

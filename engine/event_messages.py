@@ -152,12 +152,12 @@ def _event_of(row: EventRow) -> Event:
 def to_page(
     incarnation: str, hash_algo: str, event_id: int, page: int, is_last: bool, blocks: Sequence[SnapshotBlock]
 ) -> SnapshotPage:
-    """Some blocks of a snapshot as they travel; all of them have token ids, or none."""
+    """Some blocks of a snapshot as they travel; where some have token ids, no ids stand for those without."""
     numbers: dict[tuple[str, str, OwnerId], int] = {}
     whose = [
         numbers.setdefault((block.tier, block.namespace_fingerprint, block.owner), len(numbers)) for block in blocks
     ]
-    told = tuple(block.token_ids for block in blocks if block.token_ids is not None)
+    told = tuple(block.token_ids or () for block in blocks)
     return SnapshotPage(
         incarnation=incarnation,
         hash_algo=hash_algo,
@@ -169,7 +169,7 @@ def to_page(
         priorities=bytes([block.priority for block in blocks]),
         whose=tuple(Whose(*each) for each in numbers),
         whose_numbers=tuple(whose),
-        token_ids=told if told else None,
+        token_ids=told if any(told) else None,
     )
 
 
@@ -195,7 +195,7 @@ def to_blocks(page: SnapshotPage) -> tuple[SnapshotBlock, ...]:
             priority=page.priorities[at],
             namespace_fingerprint=whose.namespace_fingerprint,
             owner=whose.owner,
-            token_ids=told[at],
+            token_ids=told[at] or None,
         )
         for at in range(count)
     )

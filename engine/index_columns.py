@@ -7,13 +7,31 @@ pays for the rows, some at a time. Reads like a sequence of `SnapshotBlock`, par
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cached.keys import BlockHash, OwnerId
 from engine.events import SnapshotBlock
+
+
+class JoinedRows:
+    """The rows of several tiers, one tier after the other, as one sequence."""
+
+    def __init__(self, parts: Sequence[IndexColumns]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __getitem__(self, rows: slice) -> tuple[SnapshotBlock, ...]:
+        start, end, _ = rows.indices(len(self))
+        found: tuple[SnapshotBlock, ...] = ()
+        for part in self._parts:
+            found += part[max(start, 0) : max(end, 0)]
+            start, end = start - len(part), end - len(part)
+        return found
 
 
 @dataclass(slots=True)

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import uvloop
 
-from cached.client import TierClient
+from cached.client import TierClient, prepare_copies
 from cached.protocol import TierHello
-from engine import logs
+from engine import host_events, logs
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError, EngineError, ModelRefused
@@ -150,7 +150,7 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         event_buffer_max_size=config.event_buffer_max_size,
         on_ended=lambda failure: end(1) if failure else None,
     )
-    tier = _tier_worker(config, runner, inbox) if settings.tier_enabled else None
+    tier = _tier_worker(config, runner, inbox, server) if settings.tier_enabled else None
     recorder = None
     if config.record is not None:
         recorder = RequestRecorder(config.record, config.state_dir, runner.info.layout_fingerprint)
@@ -173,6 +173,9 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         steps.start()
         if tier is not None:
             tier.start()
+            if server.feed.is_on:
+                stack.push_async_callback(asyncio.to_thread, server.host_events.stop)
+                server.host_events.start(lambda: _tier_client(config, runner, host_events.TIMEOUT_S))
         if config.metrics_listen:
             await _start_metrics(config, server, stack)
         log.info(
@@ -270,20 +273,26 @@ def _facts(config: EngineConfig, runner: ModelRunner, settings: CoreSettings, in
     )
 
 
-def _tier_worker(config: EngineConfig, runner: ModelRunner, inbox: Inbox) -> TierWorker:
+def _tier_worker(config: EngineConfig, runner: ModelRunner, inbox: Inbox, server: EngineServer) -> TierWorker:
     info = runner.info
-    hello = TierHello(info.layout_fingerprint, info.block_bytes, info.tokens_per_block)
-    socket_path = config.cached_socket
-    assert socket_path is not None
     return TierWorker(
-        lambda: TierClient(socket_path, hello, config.tier_timeout_ms / 1e3),
+        lambda: _tier_client(config, runner, config.tier_timeout_ms / 1e3),
         runner.kv,
         block_bytes=info.block_bytes,
         tokens_per_block=info.tokens_per_block,
         verify_loads=config.verify_loads,
         num_device_blocks=info.num_blocks,
         answer=inbox.put,
+        on_stored=server.host_events.look_soon,
+        prepare=prepare_copies,
     )
+
+
+def _tier_client(config: EngineConfig, runner: ModelRunner, timeout_s: float) -> TierClient:
+    info = runner.info
+    assert config.cached_socket is not None
+    hello = TierHello(info.layout_fingerprint, info.block_bytes, info.tokens_per_block)
+    return TierClient(config.cached_socket, hello, timeout_s)
 
 
 def _uid(name: str) -> int:

@@ -36,7 +36,8 @@ from engine.errors import EngineConfigError
 from engine.event_feed import EventFeed, EventReader
 from engine.event_messages import Subscribe
 from engine.fair_places import FairPlaces, Verdict
-from engine.index_columns import IndexColumns
+from engine.host_events import HostEvents
+from engine.index_columns import IndexColumns, JoinedRows
 from engine.loop import (
     Admit,
     AskSnapshot,
@@ -132,6 +133,7 @@ class EngineServer:
         self.tier = tier
         self.max_unread_bytes = max_unread_bytes
         self.feed = EventFeed(event_buffer_max_size, facts.incarnation)
+        self.host_events = HostEvents(facts.num_blocks, self.tell_host_events)
         self.is_stopping = False
         self.connections: set[_Connection] = set()
         self.counters = dict.fromkeys(
@@ -236,6 +238,16 @@ class EngineServer:
         with contextlib.suppress(RuntimeError):  # The event loop is closed: nobody is left to tell.
             self._loop.call_soon_threadsafe(self._take, item)
 
+    def tell_host_events(self) -> None:
+        """Something happened in the host tier: have it taken. For any thread; never blocks."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._take_host_events)
+
+    def _take_host_events(self) -> None:
+        self.feed.append(self.host_events.take())
+        self._tell_consumers()
+
     async def statistics(self) -> dict[str, Any]:
         """Figures of the whole engine, asked of the step thread."""
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -311,7 +323,9 @@ class EngineServer:
 
     def _take_snapshot(self, blocks: IndexColumns) -> None:
         self._is_snapshot_asked = False
-        self.feed.take_snapshot(blocks)
+        happened, host_blocks = self.host_events.take_with_columns()
+        self.feed.append(happened)
+        self.feed.take_snapshot(JoinedRows((blocks, host_blocks)))
         asyncio.get_running_loop().call_later(SNAPSHOT_FRESH_S, self.feed.age_snapshot)
         self._tell_consumers()
 

@@ -119,8 +119,13 @@ class TierWorker:
         verify_loads: bool,
         num_device_blocks: int = 0,
         answer: Callable[[TierAnswer], None],
+        on_stored: Callable[[], None] = lambda: None,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
+        """In the worker's thread, `prepare` is called once before it connects, `on_stored` after each commit."""
         self.counters = TierCounters()
+        self._on_stored = on_stored
+        self._prepare = prepare
         self._make_client = make_client
         self._kv = kv
         self._block_bytes = block_bytes
@@ -190,6 +195,10 @@ class TierWorker:
     # The worker's thread. -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._prepare()
+        except Exception:
+            log.exception("the tier worker could not prepare its copies; the first one will be slower")
         while not self._is_over():
             try:
                 self._client = self._make_client()
@@ -376,6 +385,7 @@ class TierWorker:
             outcomes = client.commit([(reservation, checksum) for _, reservation, checksum in copied])
             for (at, _, _), outcome in zip(copied, outcomes, strict=False):
                 in_tier[at] = self._count_commit(outcome)
+            self._on_stored()
         return in_tier
 
     def _touch_present(self, blocks: list[OfferedDeviceBlock]) -> None:

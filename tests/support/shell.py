@@ -93,6 +93,9 @@ class Shell:
         self.steps.start()
         if self.tier is not None:
             self.tier.start()
+            if self.server.feed.is_on:
+                assert self.make_tier_client is not None
+                self.server.host_events.start(self.make_tier_client)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -105,6 +108,7 @@ class Shell:
         await asyncio.to_thread(self.steps.join, WAIT_S)
         if self.tier is not None:
             await asyncio.to_thread(self.tier.stop, 0.0)
+            await asyncio.to_thread(self.server.host_events.stop)
         if self.at is None:
             shutil.rmtree(self.directory)
 
@@ -118,6 +122,7 @@ class Shell:
             tokens_per_block=self.runner.info.tokens_per_block,
             verify_loads=True,
             answer=self.inbox.put,
+            on_stored=self.server.host_events.look_soon,
         )
 
     def _facts(self, settings: CoreSettings) -> ServerFacts:
