@@ -34,6 +34,7 @@ NUM_HEADS = 6
 PROMPTS_PER_HEAD = 5
 POOL_BYTES = 400 * 2**20
 BAR = 0.07
+CHART = Path(__file__).resolve().parents[1] / "docs" / "block-size.png"
 
 
 def main() -> NoReturn:
@@ -50,6 +51,7 @@ def main() -> NoReturn:
     gains = {setting: 1 - by[SMALL] / by[LARGE] for setting, by in means.items()}
     for setting, by in means.items():
         print(setting, {size: round(mean * 1e3, 1) for size, mean in by.items()}, file=sys.stderr)
+    _draw(means)
     weaker = min(gains, key=gains.__getitem__)
     medians = {setting: {size: median(all_) for size, all_ in by.items()} for setting, by in times.items()}
     finish(
@@ -63,6 +65,25 @@ def main() -> NoReturn:
         config={"heads": NUM_HEADS, "prompts_per_head": PROMPTS_PER_HEAD, "unit": "s", "spread_of": "gain"},
         details={"gains": gains, "mean_ttft_s": means, "median_ttft_s": medians},
     )
+
+
+def _draw(means: dict[str, dict[int, float]]) -> None:
+    """The chart of docs/tuning.md; left as it is where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no chart: matplotlib is not installed (pip install 'halocline[plot]')", file=sys.stderr)
+        return
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for setting, label in (("no_partial", "device, enable_partial_reuse = false"), ("host_warm", "from the host tier")):
+        axes.plot(
+            [str(size) for size in SIZES], [means[setting][size] * 1e3 for size in SIZES], marker="o", label=label
+        )
+    axes.set(xlabel="tokens_per_block", ylabel="mean time to first token, ms", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(CHART, dpi=110)
 
 
 def _workload(prompts: Prompts) -> tuple[list[list[int]], list[list[list[int]]]]:
