@@ -55,6 +55,8 @@ class Server:
 
 def main() -> None:
     arguments = _arguments()
+    # Whoever ends this early ends both servers.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     floor = _floor(arguments.model)
     print(json.dumps({"figure": "floor", **floor}), flush=True)
     with _ours(arguments.model) as ours, _vllm(arguments) as theirs:
