@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from tests.support.engine_stub import WELCOME, Script
 from tests.support.gateway_stand import Stand, chat_body, standing
@@ -186,7 +188,7 @@ class TestHeaderDeadline:
     @pytest.mark.parametrize(
         "data",
         [
-            pytest.param(b"GET /h", id="with the connection"),  # Was closed without a word.
+            pytest.param(b"GET /h", id="alone"),
             pytest.param(GET + b"GET /hea", id="behind a request"),  # Had the 75 s of an idle connection.
             pytest.param(GET * 40 + b"GET /hea", id="behind many"),
             pytest.param(b"\r\n\r\n" + GET + b"\r\nGET /hea", id="with empty lines"),
@@ -198,6 +200,21 @@ class TestHeaderDeadline:
 
         assert raw.count(b"HTTP/1.1 200 OK") == data.count(b"Host: x")
         envelope_of(raw[raw.rindex(b"HTTP/1.1 ") :], 408)
+
+    def test_half_a_header_that_arrives_with_the_connection_is_answered_too(self, demo_model_dir: Path) -> None:
+        """Under uvloop it is read before aiohttp waits for a request, and was closed without a word."""
+
+        async def answer() -> bytes:
+            async with standing(demo_model_dir, header_timeout_s=0.3) as stand:
+                # The kernel takes both before the server's loop turns.
+                with socket.create_connection(("127.0.0.1", stand.port)) as link:
+                    link.sendall(b"GET /h")
+                    reader, writer = await asyncio.open_connection(sock=link.dup())
+                    raw = await asyncio.wait_for(reader.read(), 10)
+                    writer.close()
+                    return raw
+
+        envelope_of(uvloop.run(answer()), 408)
 
     @pytest.mark.parametrize("coding", ["length", "chunked"])
     async def test_half_a_header_behind_a_body_is_too_and_its_time_begins_with_the_end_of_the_answer(
@@ -297,7 +314,8 @@ class TestEncodings:
         head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nAuthorization: Bearer {stand.key}\r\n{lines}\r\n\r\n"
         raw = await ask(stand, head.encode() + b"2\r\n{}\r\n0\r\n\r\n")
 
-        envelope_of(raw, 400)
+        # Some are refused by aiohttp's parser already.
+        assert envelope_of(raw, 400)["code"] in ("unsupported_transfer_encoding", "invalid_http")
 
     async def test_a_second_content_encoding_counts_too(self, stand: Stand) -> None:
         """The first was asked, which said identity; the second said gzip."""
