@@ -130,11 +130,14 @@ class Roster:
         blocks = self.cache.release(sequence, now, is_good)
         # Also of one whose last step came to nothing: what is indexed still was written before, or by others.
         self._offloader.released(blocks, now)
-        self._hand_over(unmade)
+        self._hand_over(unmade, is_good)
 
-    def _hand_over(self, hashes: set[BlockHash]) -> None:
-        """Who computes one of these blocks already becomes its producer (3.3); otherwise a waiter does."""
-        if not hashes:
+    def _hand_over(self, hashes: set[BlockHash], is_good: bool = True) -> None:
+        """Who computes one of these blocks already becomes its producer (3.3); otherwise a waiter does.
+
+        Blocks of a step that failed were shareable for a moment: they are not among `hashes`, and nobody makes them now.
+        """
+        if is_good and not hashes:
             return
         for sequence in self.running.values():
             self._register(sequence)

@@ -98,7 +98,7 @@ def test_rule_3_3_a_producer_cancelled_while_it_loads_hands_over_when_the_load_i
     assert_right(world, *waiters)
 
 
-@pytest.mark.parametrize("rest", [range(1, 9)], ids=["it had more to make"])
+@pytest.mark.parametrize("rest", [range(1, 9), [1]], ids=["it had more to make", "that was its last block"])
 def test_rule_3_3_one_that_computes_the_block_anyway_becomes_its_producer(rest: Iterable[int]) -> None:
     """Where a prompt ends with a block, 3.1 has it compute that block itself: it is under way when the producer fails."""
     world = World(settings(4, 32, max_num_tokens=10))
