@@ -250,6 +250,8 @@ def _take_terminal() -> None:
     import fcntl
     import termios
 
+    # A run in the background (`make test &`) ignores SIGINT, and hands that down; a terminal's commands do not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from engine import runner
-from engine.batch import SEGMENT_TOKENS, pack
+from engine.batch import FEW_TOKENS, SEGMENT_TOKENS, pack
 from engine.config import LEGAL_TOKENS_PER_BLOCK, EngineConfig
 from engine.errors import EngineConfigError
 from engine.kv_memory import KvMemory
@@ -117,20 +117,23 @@ def test_a_step_is_packed_into_one_row() -> None:
     assert batch.short.item_row.tolist() == [3]
 
 
-def test_items_cover_each_context_once_in_segments() -> None:
-    length = 2 * SEGMENT_TOKENS + 3
+@pytest.mark.parametrize(
+    ("num_segments", "segment"), [(2, SEGMENT_TOKENS // 2), (FEW_TOKENS // SEGMENT_TOKENS, SEGMENT_TOKENS)]
+)
+def test_items_cover_each_context_once_in_segments(num_segments: int, segment: int) -> None:
+    """Half as long where there is little context in all, so that threads end together."""
+    length = num_segments * segment + 3
     table = tuple(range(-(-length // 4)))
 
-    short = pack(StepPlan(1, (), (Chunk(1, length - 2, (1, 2), table, None),)), 4, 100, max_short_tokens=2).short
+    short = pack(StepPlan(1, (), (Chunk(1, length - 2, (1, 2), table, None),)), 4, 1000, max_short_tokens=2).short
 
     assert short is not None
-    assert short.item_row.tolist() == [0, 0, 0, 1, 1, 1]
-    assert short.item_first.tolist() == [0, SEGMENT_TOKENS, 2 * SEGMENT_TOKENS] * 2
-    assert short.item_last.tolist() == [
-        SEGMENT_TOKENS, 2 * SEGMENT_TOKENS, length - 1,
-        SEGMENT_TOKENS, 2 * SEGMENT_TOKENS, length,
-    ]  # fmt: skip
-    assert short.row_items.tolist() == [0, 3, 6]
+    count = num_segments + 1
+    starts = [segment * at for at in range(count)]
+    assert short.item_row.tolist() == [0] * count + [1] * count
+    assert short.item_first.tolist() == starts * 2
+    assert short.item_last.tolist() == [*starts[1:], length - 1, *starts[1:], length]
+    assert short.row_items.tolist() == [0, count, 2 * count]
 
 
 @pytest.mark.parametrize(
