@@ -118,6 +118,8 @@ def _run(
     harnesses = {size: _harness(runners[size], hosts[size] if is_host else None) for size in SIZES}
     for head, own in zip(heads, tails, strict=True):
         for size in SIZES:
+            if is_host:
+                harnesses[size] = _harness(runners[size], hosts[size])
             harnesses[size].generate([head], 1)
             harnesses[size].settle()
         for tail in own:
