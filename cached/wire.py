@@ -17,7 +17,7 @@ import msgpack
 from cached.errors import WireError
 
 HEADER_BYTES = 4
-MAX_DEPTH_ITEMS = 2**20
+MAX_ARRAY_ITEMS = 2**20
 
 _Check = Callable[[Any, str], Any]
 
@@ -86,7 +86,7 @@ class MessageTable:
                 strict_map_key=True,
                 max_str_len=limit,
                 max_bin_len=limit,
-                max_array_len=min(limit, MAX_DEPTH_ITEMS),
+                max_array_len=min(limit, MAX_ARRAY_ITEMS),
                 max_map_len=0,
                 max_ext_len=0,
             )
