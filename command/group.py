@@ -75,6 +75,10 @@ class CommandContext:
         except TenantsError:
             return {}
 
+    def host_tier_bytes(self) -> int:
+        """How large the host tier is set to be; the daemon that runs may be another's."""
+        return int(self.settings.cached.host_cache_size)
+
     def check_retention(self, rules: RetentionRules) -> tuple[RetentionRules, tuple[str, ...]]:
         """What `halocline tenant retention` has checked, since tenants know nothing of the cache's rules."""
         from gateway.retention import check_rules

@@ -1,14 +1,16 @@
 """The commands `halocline tenant …` and `halocline key …`: they change the store, and running gateways follow it.
 
 Decides about words, confirmation and exit codes. The command line's context object brings the configuration
-(`ctx.obj.tenants`) and knows what retention is legal (`ctx.obj.check_retention`), which this package does not; how
-things look is `render`'s. What is heavy is imported when a command runs, so that help is quick.
+(`ctx.obj.tenants`) and knows what this package does not: what retention is legal (`ctx.obj.check_retention`), and how
+large the host tier is set to be (`ctx.obj.host_tier_bytes`). How things look is `render`'s. What is heavy is imported when
+a command runs, so that help is quick.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import sys
 import time
@@ -29,7 +31,7 @@ from tenants.errors import (
     TenantsError,
 )
 from tenants.keys import name_key
-from tenants.values import NO_RETENTION_RULES, ApiKey, RetentionRules
+from tenants.values import EVEN_SHARE, NO_RETENTION_RULES, ApiKey, CacheShare, RetentionRules
 
 if TYPE_CHECKING:
     from tenants.config import TenantsConfig
@@ -40,6 +42,7 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
 MAX_DEFAULT_CHARS = 64 * 1024
+_SIZE = re.compile(r"[0-9]+(\.[0-9]+)?[A-Za-z]*")
 _DAY_S = 86_400
 
 _EXIT_CODES: tuple[tuple[type[TenantsError], int], ...] = (
@@ -141,8 +144,9 @@ def create_tenant(ctx: click.Context, name: str, as_json: bool) -> None:
 def list_tenants(ctx: click.Context, as_json: bool) -> None:
     """List all tenants, by name.
 
-    Columns: name, state, active keys, salt epoch, created, id, and what `halocline tenant retention` has set
-    (priority ceiling, duration ceiling, default; not in the table on a terminal).
+    Columns: name, state, active keys, salt epoch, created, id, what `halocline tenant retention` has set (priority
+    ceiling, duration ceiling, default), and what `halocline tenant share` has set (weight, floor and ceiling in bytes);
+    not in the table on a terminal: what was set.
 
     \b
     Examples:
@@ -266,6 +270,65 @@ def change_retention(
         _show_tenant(store, name, as_json)
     if lowered:
         _note(f"note: the ceilings lower this tenant's own default: {', '.join(lowered)}")
+
+
+@tenant.command("share")
+@click.argument("name")
+@click.option("--weight", metavar="N", help="Part of the device's blocks, beside the others': 0.01 to 100; all have 1.")
+@click.option("--floor", metavar="SIZE|none", help="Bytes of the host tier that others never take: 8GiB.")
+@click.option("--ceiling", metavar="SIZE|none", help="Bytes of the host tier that are never exceeded: 64GiB.")
+@click.option("--clear", is_flag=True, help="Forget what was set before; with other options, before they are applied.")
+@_json_option
+@click.pass_context
+def change_share(
+    ctx: click.Context,
+    name: str,
+    weight: str | None,
+    floor: str | None,
+    ceiling: str | None,
+    clear: bool,
+    as_json: bool,
+) -> None:
+    """Set what the tenant NAME may count on of the shared caches, and show the tenant.
+
+    The weight shares out the device's blocks, when it is full, among the tenants that use it. The floor is room in the host
+    tier that no other tenant takes, whatever its priorities; what lies idle of it is lent until its owner wants it. The
+    ceiling is the most that the tenant ever holds there. What is not named stays as it is. Running gateways follow within
+    a second.
+
+    Floors are promises: the cache daemon refuses the shares of all tenants together, and keeps the former ones, while the
+    floors add up to more than its tier. `halocline cache owners` and `halocline doctor` show what is in force.
+
+    \b
+    Examples:
+      halocline tenant share acme --floor 8GiB --ceiling 64GiB
+      halocline tenant share acme --weight 2
+      halocline tenant share acme --ceiling none
+      halocline tenant share acme --clear
+    """
+    said: dict[str, Any] = {}
+    if weight is not None:
+        said["weight"] = _parse_weight(weight)
+    if floor is not None:
+        said["floor_bytes"] = _parse_size("--floor", floor, "no floor") or 0
+    if ceiling is not None:
+        said["ceiling_bytes"] = _parse_size("--ceiling", ceiling, "no ceiling")
+
+    def change(share: CacheShare) -> CacheShare:
+        return replace(EVEN_SHARE if clear else share, **said)
+
+    with _store(ctx) as store:
+        if said or clear:
+            store.change_share(name, change, time.time())
+        _show_tenant(store, name, as_json)
+        floors_bytes = sum(share.floor_bytes for share in store.shares().shares.values())
+    tier_bytes: int = ctx.obj.host_tier_bytes()
+    if floors_bytes > tier_bytes:
+        _note(
+            f"warning: the floors of all tenants are {render.show_size(floors_bytes)} together, and cached.host_cache_size "
+            f"is {render.show_size(tier_bytes)}: a daemon of that size refuses all shares and keeps the former ones; "
+            "lower a floor, or raise cached.host_cache_size and restart cached"
+        )
 
 
 @tenant.command("delete")
@@ -439,6 +502,30 @@ def _parse_ceiling(option: str, text: str, kind: type[int] | type[float], legal:
         return kind(text)
     except ValueError:
         raise InvalidValue(f"{option} is {text[:64]!r}; it must be {legal}, or none for no ceiling") from None
+
+
+def _parse_weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidValue(f"--weight is {text[:64]!r}; it must be a number from 0.01 to 100") from None
+
+
+def _parse_size(option: str, text: str, absent: str) -> int | None:
+    """Bytes by the same rules as sizes among the settings; None for `none`."""
+    from pydantic import ByteSize, TypeAdapter
+
+    if text == "none":
+        return None
+    try:
+        # Alone it reads the beginning of a text and drops the rest: 25% would be 25 bytes.
+        if not _SIZE.fullmatch(text):
+            raise ValueError
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValueError:
+        raise InvalidValue(
+            f"{option} is {text[:64]!r}; it must be a size, such as 512MiB or 8GiB, or none for {absent}"
+        ) from None
 
 
 def _confirm_by_name(name: str, consequence: str) -> None:

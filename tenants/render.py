@@ -34,6 +34,9 @@ def tenant_fields(tenant: Tenant, keys: Sequence[ApiKey], now: float) -> Fields:
         "max_priority": tenant.retention.max_priority,
         "max_duration_s": tenant.retention.max_duration_s,
         "default_retention": _opaque_json(tenant.retention.default),
+        "cache_weight": tenant.share.weight,
+        "cache_floor_bytes": tenant.share.floor_bytes,
+        "cache_ceiling_bytes": tenant.share.ceiling_bytes,
     }
 
 
@@ -94,7 +97,7 @@ def _tab_separated(fields: Fields) -> str:
 
 def _write_sheet(out: IO[str], fields: Fields) -> None:
     width = max(map(len, fields))
-    out.writelines(f"{_title(name):<{width}}  {_text(value, absent='-')}\n" for name, value in fields.items())
+    out.writelines(f"{_title(name):<{width}}  {_sheet_text(name, value)}\n" for name, value in fields.items())
 
 
 def _write_table(out: IO[str], rows: Sequence[Fields]) -> None:
@@ -117,7 +120,10 @@ def _write_table(out: IO[str], rows: Sequence[Fields]) -> None:
     Console(file=out).print(table)
 
 
-_TOO_WIDE_FOR_TABLES = ("id", "max_priority", "max_duration_s", "default_retention")
+_TOO_WIDE_FOR_TABLES = (
+    *("id", "max_priority", "max_duration_s", "default_retention"),
+    *("cache_weight", "cache_floor_bytes", "cache_ceiling_bytes"),
+)
 
 
 def _opaque_json(text: str | None) -> Mapping[str, Any] | None:
@@ -135,8 +141,22 @@ def _cell(name: str, value: Value) -> str:
     return text[:10] if name.endswith("_at") else text
 
 
+def _sheet_text(name: str, value: Value) -> str:
+    return show_size(value) if name.endswith("_bytes") and isinstance(value, int) else _text(value, absent="-")
+
+
+def show_size(count: int) -> str:
+    """Bytes for people, in the largest unit that leaves at least 1."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"
+
+
 def _title(name: str) -> str:
-    return name.removesuffix("_at").replace("_", " ")
+    return name.removesuffix("_at").removesuffix("_bytes").replace("_", " ")
 
 
 def _text(value: Value, absent: str = "") -> str:

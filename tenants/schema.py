@@ -28,6 +28,8 @@ store_state = sa.Table(
     sa.Column("store_id", sa.Text, nullable=False),
     # Sealed at birth: opens under the right master key only, so a wrong one is found before it does harm.
     sa.Column("master_key_check", sa.LargeBinary, nullable=False),
+    # Raised by every change of a share, and by nothing else: the version of the table that cache daemons keep.
+    sa.Column("shares_version", sa.BigInteger, nullable=False, server_default="0"),
 )
 
 tenants = sa.Table(
@@ -43,6 +45,10 @@ tenants = sa.Table(
     sa.Column("default_retention", sa.Text),
     sa.Column("max_priority", sa.Integer),
     sa.Column("max_duration_s", sa.Double),
+    # All three null: an even share (`values.CacheShare`); a null ceiling beside others: no ceiling.
+    sa.Column("cache_weight", sa.Double),
+    sa.Column("cache_floor_bytes", sa.BigInteger),
+    sa.Column("cache_ceiling_bytes", sa.BigInteger),
 )
 
 api_keys = sa.Table(
@@ -68,7 +74,18 @@ def _add_retention(connection: sa.Connection) -> None:
         connection.exec_driver_sql(f"ALTER TABLE tenants ADD COLUMN {name} {kind.compile(connection.dialect)}")
 
 
-_STEPS: tuple[Callable[[sa.Connection], None], ...] = (_add_retention,)
+def _add_shares(connection: sa.Connection) -> None:
+    """From schema 2 to 3: tenants may have a share of the caches of their own; those that are there have an even one."""
+    for name, kind in (
+        ("cache_weight", sa.Double()),
+        ("cache_floor_bytes", sa.BigInteger()),
+        ("cache_ceiling_bytes", sa.BigInteger()),
+    ):
+        connection.exec_driver_sql(f"ALTER TABLE tenants ADD COLUMN {name} {kind.compile(connection.dialect)}")
+    connection.exec_driver_sql("ALTER TABLE store_state ADD COLUMN shares_version BIGINT DEFAULT '0' NOT NULL")
+
+
+_STEPS: tuple[Callable[[sa.Connection], None], ...] = (_add_retention, _add_shares)
 SCHEMA_VERSION = 1 + len(_STEPS)
 
 _CHECK_TEXT = b"halocline master key check"

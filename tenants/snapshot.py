@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tenants.keys import parse_key, secret_digest
-from tenants.values import Identity, has_expired
+from tenants.values import CacheShare, Identity, TenantId, has_expired
 
 # Compared with when the public id is unknown, so that a guess at an id costs and takes what a wrong secret does.
 _DUMMY_DIGEST = bytes(32)
@@ -52,8 +52,19 @@ class KeyRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareTable:
+    """The shares of all tenants that have one of their own, at one version; 0: nobody ever had one."""
+
+    version: int = 0
+    shares: Mapping[TenantId, CacheShare] = field(default_factory=dict)
+
+
+NO_SHARES = ShareTable()
+
+
+@dataclass(frozen=True, slots=True)
 class TenantSnapshot:
-    """The keys of all tenants by public id, at one version of the store.
+    """The keys of all tenants by public id, and their shares, at one version of the store.
 
     `unreadable_tenants` names tenants whose salt secret did not open: their keys are left out, because without the
     salt there is no safe answer, and everybody else is served.
@@ -63,6 +74,7 @@ class TenantSnapshot:
     pepper: bytes = field(repr=False)
     keys: Mapping[str, KeyRecord] = field(repr=False)
     unreadable_tenants: tuple[str, ...] = ()
+    shares: ShareTable = NO_SHARES
 
     def authenticate(self, text: str, now: float) -> Verdict:
         """Who presents `text` at `now` (Unix seconds)."""

@@ -21,17 +21,21 @@ from tenants.errors import InvalidValue, KeyNotFound, MasterKeyError, SealBroken
 from tenants.keys import KEY_RANDOM_BYTES, base62, generate_key, is_public_id, secret_digest
 from tenants.schema import api_keys, check_master_key, prepare, read_schema_version, store_state, tenants
 from tenants.secrets import Vault, load_or_create_master_key
-from tenants.snapshot import KeyRecord, TenantSnapshot
+from tenants.snapshot import KeyRecord, ShareTable, TenantSnapshot
 from tenants.values import (
+    EVEN_SHARE,
     FIRST_SALT_EPOCH,
+    MAX_CACHE_SHARES,
     SALT_SECRET_BYTES,
     ApiKey,
+    CacheShare,
     Identity,
     RetentionRules,
     Tenant,
     TenantId,
     TenantState,
     checked_label,
+    checked_share,
     checked_tenant_name,
     has_expired,
     is_tenant_name,
@@ -133,6 +137,8 @@ class Store:
             # Said here and not left to the schema's cascade alone: what must be gone is named.
             connection.execute(api_keys.delete().where(api_keys.c.tenant_id == tenant.id))
             connection.execute(tenants.delete().where(tenants.c.id == tenant.id))
+            if tenant.share != EVEN_SHARE:
+                connection.execute(store_state.update().values(shares_version=store_state.c.shares_version + 1))
         self._database.forget_deleted()
         return tenant
 
@@ -149,6 +155,29 @@ class Store:
             row["max_duration_s"] = rules.max_duration_s
             connection.execute(tenants.update().where(tenants.c.id == tenant.id).values(**row))
         return replace(tenant, retention=rules)
+
+    def change_share(self, name: str, change: Callable[[CacheShare], CacheShare], now: float) -> Tenant:
+        """Give the tenant the share of the caches that `change` makes of its present one; raises InvalidValue.
+
+        The shares' version follows the clock: cache daemons keep the newest they ever saw, also over the life of this
+        store, and one that was made anew, or restored from a backup, must not begin below it.
+        """
+        with self._changing() as connection:
+            tenant = _find_tenant(connection, name)
+            share = checked_share(change(tenant.share))
+            row: dict[str, Any] = dict.fromkeys(("cache_weight", "cache_floor_bytes", "cache_ceiling_bytes"))
+            if share != EVEN_SHARE:
+                row = {"cache_weight": share.weight, "cache_floor_bytes": share.floor_bytes}
+                row["cache_ceiling_bytes"] = share.ceiling_bytes
+            connection.execute(tenants.update().where(tenants.c.id == tenant.id).values(**row))
+            if connection.execute(_COUNT_SHARES).scalar_one() > MAX_CACHE_SHARES:
+                raise InvalidValue(
+                    f"{MAX_CACHE_SHARES} tenants have a share of their own already, which is the most there may be; "
+                    "`halocline tenant share OTHER --clear` frees one"
+                )
+            version = max(_shares_version(connection) + 1, int(now))
+            connection.execute(store_state.update().values(shares_version=version))
+        return replace(tenant, share=share)
 
     def _set_state(self, name: str, state: TenantState) -> Tenant:
         with self._changing() as connection:
@@ -198,6 +227,11 @@ class Store:
         with self._database.reading() as connection:
             return _version(connection)
 
+    def shares(self) -> ShareTable:
+        """The shares of all tenants that have one of their own, with their version."""
+        with self._database.reading() as connection:
+            return _shares(connection)
+
     def snapshot(self) -> TenantSnapshot:
         """All that authentication needs, read at once.
 
@@ -208,6 +242,7 @@ class Store:
             check_master_key(connection, self._database, self._vault)
             version = _version(connection)
             rows = connection.execute(_SELECT_SNAPSHOT).all()
+            shares = _shares(connection)
         opened: dict[str, bytes | None] = {}
         # One for all keys of a tenant: a default may have some kilobytes.
         rules_of: dict[str, RetentionRules] = {}
@@ -224,7 +259,7 @@ class Store:
             if salt_secret is not None:
                 identity = Identity(tenant_id, name, public_id, salt_secret, salt_epoch, rules_of[tenant_id])
                 keys[public_id] = KeyRecord(identity, digest, expires_at, is_suspended=state == "suspended")
-        return TenantSnapshot(version, self._vault.pepper, keys, tuple(sorted(unreadable)))
+        return TenantSnapshot(version, self._vault.pepper, keys, tuple(sorted(unreadable)), shares)
 
     def _open_salt_secret(self, tenant_id: TenantId, sealed: bytes) -> bytes | None:
         """The salt secret, or None when it does not open: that tenant is denied, and nobody else."""
@@ -260,8 +295,18 @@ class Store:
 # In the order of `RetentionRules`.
 _RULES = (tenants.c.default_retention, tenants.c.max_priority, tenants.c.max_duration_s)
 
+_SHARE = (tenants.c.cache_weight, tenants.c.cache_floor_bytes, tenants.c.cache_ceiling_bytes)
+_HAS_SHARE = tenants.c.cache_weight.is_not(None)
+
 _SELECT_TENANTS = sa.select(
-    tenants.c.id, tenants.c.name, tenants.c.state, tenants.c.salt_epoch, tenants.c.created_at, *_RULES
+    tenants.c.id, tenants.c.name, tenants.c.state, tenants.c.salt_epoch, tenants.c.created_at, *_RULES, *_SHARE
+)
+
+_COUNT_SHARES = sa.select(sa.func.count()).select_from(tenants).where(_HAS_SHARE)
+
+# One statement, so that a version names one table on every database: two gateways must never send two of one version.
+_SELECT_SHARES = sa.select(store_state.c.shares_version, tenants.c.id, *_SHARE).join_from(
+    store_state, tenants, _HAS_SHARE, isouter=True
 )
 
 # No digest: what is listed must not hold one.
@@ -279,6 +324,15 @@ _SELECT_SNAPSHOT = (
 
 def _version(connection: sa.Connection) -> int:
     return int(connection.execute(sa.select(store_state.c.version)).scalar_one())
+
+
+def _shares_version(connection: sa.Connection) -> int:
+    return int(connection.execute(sa.select(store_state.c.shares_version)).scalar_one())
+
+
+def _shares(connection: sa.Connection) -> ShareTable:
+    rows = connection.execute(_SELECT_SHARES).all()
+    return ShareTable(rows[0].shares_version, {row.id: _share(row) for row in rows if row.id is not None})
 
 
 def _find_tenant(connection: sa.Connection, name: str) -> Tenant:
@@ -308,7 +362,13 @@ def _find_key(connection: sa.Connection, public_id: str) -> ApiKey:
 
 def _tenant(row: Any) -> Tenant:
     rules = RetentionRules(row.default_retention, row.max_priority, row.max_duration_s)
-    return Tenant(row.id, row.name, row.state, row.salt_epoch, row.created_at, rules)
+    return Tenant(row.id, row.name, row.state, row.salt_epoch, row.created_at, rules, _share(row))
+
+
+def _share(row: Any) -> CacheShare:
+    if row.cache_weight is None:
+        return EVEN_SHARE
+    return CacheShare(row.cache_weight, row.cache_floor_bytes, row.cache_ceiling_bytes)
 
 
 def _api_key(row: Any) -> ApiKey:

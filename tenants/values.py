@@ -6,6 +6,7 @@ Holds no way to change any of them; the store does that. What is secret is kept 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,11 @@ KeyState = Literal["active", "expired", "revoked"]
 SALT_SECRET_BYTES = 32
 FIRST_SALT_EPOCH = 1
 MAX_LABEL_CHARS = 100
+MIN_CACHE_WEIGHT, MAX_CACHE_WEIGHT = 0.01, 100.0
+MAX_CACHE_BYTES = 2**60
+"""More than any tier has; bounds what is stored and added up."""
+MAX_CACHE_SHARES = 4096
+"""Most tenants with a share of their own; all of them travel in one message."""
 
 _TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
@@ -44,6 +50,23 @@ NO_RETENTION_RULES = RetentionRules()
 
 
 @dataclass(frozen=True, slots=True)
+class CacheShare:
+    """What a tenant may count on of the caches that all tenants use.
+
+    `weight` is its part of the device's blocks beside the others'. Of the host tier `floor_bytes` are never given to
+    others, and above `ceiling_bytes` (None: all that is there) the tenant never goes. What floor and ceiling amount to in
+    blocks is the tier's to say, which knows how large one is.
+    """
+
+    weight: float = 1.0
+    floor_bytes: int = 0
+    ceiling_bytes: int | None = None
+
+
+EVEN_SHARE = CacheShare()
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     """Whoever has a cache of their own; the salt hangs here and not on a key, so that a new key keeps the cache."""
 
@@ -53,6 +76,7 @@ class Tenant:
     salt_epoch: int
     created_at: float
     retention: RetentionRules = NO_RETENTION_RULES
+    share: CacheShare = EVEN_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +141,23 @@ def checked_label(label: str) -> str:
     if not label.isprintable():
         raise InvalidValue("the label holds a tab, a line break or another character that does not print; leave it out")
     return label
+
+
+def checked_share(share: CacheShare) -> CacheShare:
+    """`share` itself; raises InvalidValue with the value and the rule when no tenant may have it."""
+    if not (math.isfinite(share.weight) and MIN_CACHE_WEIGHT <= share.weight <= MAX_CACHE_WEIGHT):
+        raise InvalidValue(
+            f"the weight is {share.weight:g}; it must be from {MIN_CACHE_WEIGHT:g} to {MAX_CACHE_WEIGHT:g} (1 is everybody's)"
+        )
+    for name, size in (("floor", share.floor_bytes), ("ceiling", share.ceiling_bytes)):
+        if size is not None and not 0 <= size <= MAX_CACHE_BYTES:
+            raise InvalidValue(f"the {name} is {size} bytes; it must be from 0 to 1 EiB")
+    if share.ceiling_bytes is not None and share.floor_bytes > share.ceiling_bytes:
+        raise InvalidValue(
+            f"the floor ({share.floor_bytes} bytes) is above the ceiling ({share.ceiling_bytes} bytes); "
+            "lower the floor, or raise the ceiling in the same command"
+        )
+    return share
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:

@@ -1,7 +1,8 @@
 """Keeps the newest snapshot at hand: asks the store's version a few times a second and reads again when it changed.
 
-This is what makes a revocation in one process take effect in another within a second. When the store cannot be read
-the last snapshot stays and its age is told; what to do about an old one is for its user to decide.
+This is what makes a revocation in one process take effect in another within a second. Whoever cannot wait, because a key
+made a moment ago is not known yet, has it look soon. When the store cannot be read the last snapshot stays and its age is
+told; what to do about an old one is for its user to decide.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -19,6 +21,8 @@ from tenants.store import Store
 _log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
+LOOK_GAP_S = 0.05
+"""Looks begin at least so far apart, however many are asked for: at most 20 a second, each a query of one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,10 @@ class SnapshotWatcher:
         self._store = store
         self._interval_s = interval_s
         self._stopping = threading.Event()
+        self._wanted = threading.Event()
+        self._looks_begun = 0
+        self._after_look: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._num_failures = 0
         self._error: str | None = None
@@ -86,6 +94,7 @@ class SnapshotWatcher:
         """End the thread; the snapshot stays. Closing the store is for whoever opened it."""
         if self._thread is not None:
             self._stopping.set()
+            self._wanted.set()
             self._thread.join(STOP_TIMEOUT_S)
             self._thread = None
 
@@ -96,6 +105,20 @@ class SnapshotWatcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def looks_begun(self) -> int:
+        """While this is what `look_soon` returned, the look that was asked for has yet to begin: others may share it."""
+        return self._looks_begun
+
+    def look_soon(self, then: Callable[[], None]) -> int:
+        """Look at the store without waiting for the next turn, and call `then` in the watcher's thread afterwards, whether
+        the store could answer or not. The look begins after this call, within `LOOK_GAP_S` when the store answers."""
+        with self._lock:
+            self._after_look.append(then)
+            begun = self._looks_begun
+        self._wanted.set()
+        return begun
 
     def check_now(self) -> bool:
         """Ask the store once; whether it could answer."""
@@ -115,8 +138,23 @@ class SnapshotWatcher:
         return True
 
     def _watch(self) -> None:
-        while not self._stopping.wait(self._interval_s):
-            self.check_now()
+        looked_at = time.monotonic()
+        while True:
+            self._wanted.wait(self._interval_s)
+            # Nobody waits when the last look is long ago, as it is unless somebody asks for one after the other.
+            self._stopping.wait(max(0.0, looked_at + LOOK_GAP_S - time.monotonic()))
+            looked_at = time.monotonic()
+            # Cleared before the list is taken: one look too many does no harm, one that is missing would.
+            self._wanted.clear()
+            with self._lock:
+                self._looks_begun += 1
+                waiting, self._after_look = self._after_look, []
+            if not self._stopping.is_set():
+                self.check_now()
+            for then in waiting:
+                then()
+            if self._stopping.is_set():
+                return
 
     def _note_failure(self, error: Exception) -> None:
         self._num_failures += 1

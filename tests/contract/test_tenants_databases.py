@@ -25,7 +25,7 @@ from tenants.keys import parse_key
 from tenants.secrets import Vault
 from tenants.snapshot import DENIED, Accepted, Suspended
 from tenants.store import Store
-from tenants.values import RetentionRules
+from tenants.values import CacheShare, RetentionRules
 from tenants.watch import SnapshotWatcher
 
 NOW = 1_000_000.0
@@ -183,6 +183,42 @@ def test_retention_rules_are_kept(store):
     store.change_retention("acme", lambda _: rules)
 
     assert store.get_tenant("acme").retention == rules
+
+
+def test_shares_of_the_caches_are_kept_to_the_byte_and_raise_their_own_version(store):
+    tenant = store.create_tenant("acme", NOW)
+    store.create_tenant("beta", NOW)
+    share = CacheShare(0.1, 2**59 + 1, 2**60)
+
+    store.change_share("acme", lambda _: share, NOW)
+    first = store.shares()
+    store.create_key("acme", "", None, NOW)
+
+    assert store.get_tenant("acme").share == share
+    assert (first.version, first.shares) == (NOW, {tenant.id: share})
+    assert store.snapshot().shares == first
+    with pytest.raises(InvalidValue):
+        store.change_share("acme", lambda _: CacheShare(floor_bytes=2, ceiling_bytes=1), NOW)
+    assert store.shares() == first
+    store.delete_tenant("acme")
+    assert (store.shares().version, store.shares().shares) == (NOW + 1, {})
+
+
+def test_a_store_of_the_schema_before_shares_is_migrated(url, store):
+    store.create_tenant("acme", NOW)
+    with store._database.writing() as connection:
+        for statement in (
+            "ALTER TABLE tenants DROP COLUMN cache_weight",
+            "ALTER TABLE tenants DROP COLUMN cache_floor_bytes",
+            "ALTER TABLE tenants DROP COLUMN cache_ceiling_bytes",
+            "ALTER TABLE store_state DROP COLUMN shares_version",
+            "UPDATE store_state SET schema_version = 2",
+        ):
+            connection.exec_driver_sql(statement)
+
+    with make_store(url) as again:
+        again.change_share("acme", lambda _: CacheShare(2.0), NOW)
+        assert again.get_tenant("acme").share == CacheShare(2.0)
 
 
 def test_a_newer_schema_is_refused(url, store):

@@ -17,7 +17,7 @@ from tenants.keys import parse_key
 from tenants.secrets import Vault
 from tenants.snapshot import DENIED, Accepted, Suspended
 from tenants.store import Store
-from tenants.values import NO_RETENTION_RULES, RetentionRules
+from tenants.values import EVEN_SHARE, NO_RETENTION_RULES, CacheShare, RetentionRules
 
 NAMES = st.sampled_from(["a", "b", "acme", "acme-2"])
 STEP_S = 10.0
@@ -36,6 +36,7 @@ class ModelTenant:
     id: str
     state: str = "active"
     retention: RetentionRules = NO_RETENTION_RULES
+    share: CacheShare = EVEN_SHARE
     keys: list[ModelKey] = field(default_factory=list)
 
 
@@ -53,6 +54,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.now = 1_000.0
         self.turn = 0
         self.version = self.stores[0].version()
+        self.shares_version = 0
 
     def teardown(self):
         for store in getattr(self, "stores", []):
@@ -105,6 +107,26 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.change_retention(name, change)
         self.changed()
 
+    @rule(name=NAMES, field=st.sampled_from(["floor_bytes", "ceiling_bytes"]), value=st.integers(0, 5))
+    def change_share(self, name, field, value):
+        def change(share):
+            return replace(share, **{field: value})
+
+        if name not in self.tenants:
+            with pytest.raises(TenantNotFound):
+                self.store.change_share(name, change, self.now)
+            return
+        share = change(self.tenants[name].share)
+        if share.ceiling_bytes is not None and share.floor_bytes > share.ceiling_bytes:
+            with pytest.raises(InvalidValue):
+                self.store.change_share(name, change, self.now)
+            return
+        self.tenants[name].share = share
+        self.store.change_share(name, change, self.now)
+        self.changed()
+        assert self.store.shares().version > self.shares_version
+        self.shares_version = self.store.shares().version
+
     @rule(name=NAMES)
     def delete_tenant(self, name):
         if name not in self.tenants:
@@ -112,7 +134,9 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.delete_tenant(name)
             return
         assert self.store.delete_tenant(name).id == self.tenants[name].id
-        self.dead_texts += [key.text for key in self.tenants.pop(name).keys]
+        gone = self.tenants.pop(name)
+        self.dead_texts += [key.text for key in gone.keys]
+        self.shares_version += gone.share != EVEN_SHARE
         self.changed()
 
     @rule(name=NAMES, label=st.sampled_from(["", "x"]), life_s=st.none() | st.sampled_from([-1.0, 0.0, 1.0, STEP_S]))
@@ -167,6 +191,8 @@ class StoreMachine(RuleBasedStateMachine):
             return
         snapshot = self.store.snapshot()
         assert snapshot.version == self.version
+        assert snapshot.shares.version == self.shares_version
+        assert snapshot.shares.shares == {t.id: t.share for t in self.tenants.values() if t.share != EVEN_SHARE}
         for text in self.dead_texts:
             assert snapshot.authenticate(text, self.now) is DENIED
         for name, tenant in self.tenants.items():

@@ -24,12 +24,15 @@ class CommandLine:
 
     def __init__(self, directory: Path) -> None:
         self.stdin: str | None = None
+        self.host_tier_bytes = 2**30
         self.config = TenantsConfig(url=f"sqlite:///{directory}/tenants.db", master_key_file=directory / "master.key")
 
     def __call__(self, words: str, *more: str) -> Result:
         group, *rest = words.split()
         command = {"tenant": tenant, "key": key}[group]
-        context = SimpleNamespace(tenants=self.config, check_retention=check_rules)
+        context = SimpleNamespace(
+            tenants=self.config, check_retention=check_rules, host_tier_bytes=lambda: self.host_tier_bytes
+        )
         return CliRunner().invoke(command, [*rest, *more], input=self.stdin, obj=context)
 
     def store(self) -> Store:
@@ -51,7 +54,7 @@ def test_create_shows_the_tenant_and_says_what_comes_next(run):
     result = run("tenant create acme")
 
     assert result.exit_code == 0
-    assert re.fullmatch(rf"acme\tactive\t0\t1\t{ISO}\ttn_\w{{22}}\t\t\t\n", result.stdout)
+    assert re.fullmatch(rf"acme\tactive\t0\t1\t{ISO}\ttn_\w{{22}}\t\t\t\t1\t0\t\n", result.stdout)
     assert "halocline key create acme" in result.stderr
 
 
@@ -61,7 +64,8 @@ def test_json_of_a_tenant_has_a_schema(acme):
     assert shown["schema"] == "halocline.tenant.v1"
     assert {"name": "acme", "state": "active", "active_keys": 0, "salt_epoch": 1}.items() <= shown.items()
     rules = {"max_priority", "max_duration_s", "default_retention"}
-    assert set(shown) == {"schema", "name", "state", "active_keys", "salt_epoch", "created_at", "id"} | rules
+    share = {"cache_weight", "cache_floor_bytes", "cache_ceiling_bytes"}
+    assert set(shown) == {"schema", "name", "state", "active_keys", "salt_epoch", "created_at", "id"} | rules | share
     assert {shown[rule] for rule in rules} == {None}
 
 
@@ -81,7 +85,7 @@ def test_a_list_in_a_pipe_is_tab_separated_without_a_header(acme):
     lines = acme("tenant list").stdout.splitlines()
 
     assert [line.split("\t")[0] for line in lines] == ["acme", "beta"]
-    assert {line.count("\t") for line in lines} == {8}
+    assert {line.count("\t") for line in lines} == {11}
 
 
 @pytest.mark.parametrize(("command", "empty"), [("tenant list", "tenants"), ("key list", "keys")])
@@ -139,8 +143,8 @@ def test_what_is_not_named_stays_and_none_lifts_a_ceiling(acme, tmp_path):
 def test_clear_forgets_everything_before_the_rest_is_applied(acme):
     acme("tenant retention acme --max-priority 60 --max-duration 300")
 
-    assert acme("tenant retention acme --clear --max-priority 70").stdout.split("\t")[6:] == ["70", "", "\n"]
-    assert acme("tenant retention acme --clear").stdout.split("\t")[6:] == ["", "", "\n"]
+    assert acme("tenant retention acme --clear --max-priority 70").stdout.split("\t")[6:9] == ["70", "", ""]
+    assert acme("tenant retention acme --clear").stdout.split("\t")[6:9] == ["", "", ""]
 
 
 def test_the_rules_survive_a_suspension(acme):
@@ -185,6 +189,78 @@ def test_illegal_rules_end_with_6_name_range_and_rule_and_change_nothing(acme, o
 
 def test_retention_of_a_tenant_that_is_not_there_ends_with_3(acme):
     assert acme("tenant retention acne --max-priority 60").exit_code == 3
+
+
+# Shares of the caches.
+
+
+def share_of(acme: CommandLine) -> tuple[float, int, int | None]:
+    shown = json.loads(acme("tenant show acme --json").stdout)
+    return shown["cache_weight"], shown["cache_floor_bytes"], shown["cache_ceiling_bytes"]
+
+
+def test_a_share_is_set_by_its_parts_and_what_is_not_named_stays(acme):
+    result = acme("tenant share acme --floor 1MiB --ceiling 0.5GiB --json")
+
+    assert result.exit_code == 0, result.output
+    assert share_of(acme) == (1, 2**20, 2**29)
+    acme("tenant share acme --weight 2.5")
+    assert share_of(acme) == (2.5, 2**20, 2**29)
+    acme("tenant share acme --ceiling none")
+    assert share_of(acme) == (2.5, 2**20, None)
+    acme("tenant share acme --floor none")
+    assert share_of(acme) == (2.5, 0, None)
+    acme("tenant share acme --clear")
+    assert share_of(acme) == (1, 0, None)
+
+
+def test_a_share_asked_for_without_an_option_is_shown_and_not_changed(acme):
+    acme("tenant share acme --weight 3")
+    with acme.store() as store:
+        before = store.version()
+
+    assert json.loads(acme("tenant share acme --json").stdout)["cache_weight"] == 3
+
+    with acme.store() as store:
+        assert store.version() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--weight 0", "the weight is 0; it must be from 0.01 to 100"),
+        ("--weight nan", "the weight is nan"),
+        ("--weight much", "--weight is 'much'; it must be a number"),
+        ("--floor 25%", "--floor is '25%'; it must be a size, such as 512MiB or 8GiB, or none for no floor"),
+        ("--floor=-1", "--floor is '-1'"),
+        ("--ceiling all", "--ceiling is 'all'"),
+        ("--ceiling 999999999999PiB", "the ceiling is"),
+        ("--floor 2GiB --ceiling 1GiB", "the floor (2147483648 bytes) is above the ceiling (1073741824 bytes)"),
+    ],
+)
+def test_an_illegal_share_ends_with_6_value_and_rule_and_changes_nothing(acme, options, says):
+    acme("tenant share acme --floor 1MiB")
+
+    result = acme(f"tenant share acme {options}")
+
+    assert result.exit_code == 6, result.output
+    assert says in result.stderr
+    assert share_of(acme) == (1, 2**20, None)
+
+
+def test_a_share_of_a_tenant_that_is_not_there_ends_with_3(acme):
+    assert acme("tenant share acne --weight 2").exit_code == 3
+
+
+def test_floors_that_exceed_the_tier_are_warned_about_with_both_sizes(acme):
+    """The daemon would refuse them whole, and say so where nobody looks who has just typed this."""
+    acme("tenant create beta")
+    assert "warning" not in acme("tenant share acme --floor 512MiB").stderr
+
+    result = acme("tenant share beta --floor 768MiB")
+
+    assert result.exit_code == 0
+    assert "1.25 GiB together, and cached.host_cache_size is 1 GiB" in result.stderr
 
 
 # Keys.
@@ -382,5 +458,5 @@ def test_help_of_a_group_tells_the_exit_codes(run, group):
 def test_no_command_takes_a_secret_as_an_argument():
     names = {parameter.name for _, _, command in all_commands() for parameter in command.params}
 
-    rules = {"default_file", "max_priority", "max_duration", "clear"}
+    rules = {"default_file", "max_priority", "max_duration", "clear", "weight", "floor", "ceiling"}
     assert names == {"name", "tenant_name", "public_id", "label", "expires", "yes", "as_json"} | rules

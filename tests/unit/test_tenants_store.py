@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ from tenants.errors import (
 from tenants.keys import parse_key
 from tenants.salts import derive_salt
 from tenants.secrets import Vault
-from tenants.snapshot import DENIED, Accepted, Suspended
+from tenants.snapshot import DENIED, NO_SHARES, Accepted, Suspended
 from tenants.store import Store, open_store
-from tenants.values import NO_RETENTION_RULES, RetentionRules
+from tenants.values import EVEN_SHARE, NO_RETENTION_RULES, CacheShare, RetentionRules
 
 NOW = 1_000_000.0
 
@@ -514,13 +515,17 @@ def test_a_store_of_the_first_schema_is_migrated_when_it_is_opened_and_loses_not
             ("acme", "active", NO_RETENTION_RULES),
             ("beta", "suspended", NO_RETENTION_RULES),
         ]
+        assert {one.share for one in store.list_tenants()} == {EVEN_SHARE}
+        assert store.shares() == NO_SHARES
         assert [(key.label, key.state) for key in store.list_keys("acme")] == [("old", "active"), ("gone", "revoked")]
         (record,) = store.snapshot().keys.values()
         assert (record.identity.tenant_name, record.identity.retention) == ("acme", NO_RETENTION_RULES)
         assert store.change_retention("acme", lambda rules: RetentionRules("{}", 60, 1.5)).retention.max_priority == 60
+        store.change_share("acme", lambda _: CacheShare(2.0, 10, None), NOW)
 
     with make_store(path) as again:
         assert again.get_tenant("acme").retention == RetentionRules("{}", 60, 1.5)
+        assert again.get_tenant("acme").share == CacheShare(2.0, 10, None)
 
 
 def test_a_migrated_store_and_a_new_one_have_the_same_tables(path, tmp_path):
@@ -529,6 +534,56 @@ def test_a_migrated_store_and_a_new_one_have_the_same_tables(path, tmp_path):
     make_store(tmp_path / "new" / "tenants.db").close()
 
     assert columns(path) == columns(tmp_path / "new" / "tenants.db")
+
+
+def test_shares_have_a_version_of_their_own_that_no_later_store_falls_below(path, tmp_path):
+    """Daemons keep the newest table they ever saw. A store that counted from 1 was made anew after a loss, and its shares
+    were ignored as older than those of the store that was lost."""
+    with make_store(path) as store:
+        store.create_tenant("acme", NOW)
+        store.create_key("acme", "", None, NOW)
+        assert store.shares() == NO_SHARES
+        store.change_share("acme", lambda share: replace(share, weight=2.0), NOW)
+        store.change_share("acme", lambda share: replace(share, weight=3.0), NOW)
+        lost = store.shares()
+        assert lost.version == NOW + 1
+        assert list(lost.shares.values()) == [CacheShare(3.0)]
+
+    with make_store(tmp_path / "anew" / "tenants.db") as anew:
+        anew.create_tenant("acme", NOW + 5)
+        anew.change_share("acme", lambda share: replace(share, weight=4.0), NOW + 5)
+        assert anew.shares().version > lost.version
+
+
+def test_an_even_share_is_none_and_a_deleted_tenant_has_none(path):
+    with make_store(path) as store:
+        for name in ("acme", "beta", "gone"):
+            store.create_tenant(name, NOW)
+            store.change_share(name, lambda _: CacheShare(floor_bytes=5), NOW)
+        versions = [store.shares().version]
+        store.change_share("beta", lambda _: EVEN_SHARE, NOW)
+        versions.append(store.shares().version)
+        store.delete_tenant("gone")
+        versions.append(store.shares().version)
+
+        assert versions == sorted(set(versions))
+        assert store.shares().shares == {store.get_tenant("acme").id: CacheShare(floor_bytes=5)}
+        assert store.snapshot().shares == store.shares()
+
+
+def test_no_more_tenants_have_a_share_of_their_own_than_travel_in_one_message(path, monkeypatch):
+    monkeypatch.setattr("tenants.store.MAX_CACHE_SHARES", 1)
+    with make_store(path) as store:
+        for name in ("acme", "beta"):
+            store.create_tenant(name, NOW)
+        store.change_share("acme", lambda _: CacheShare(2.0), NOW)
+        before = store.shares()
+
+        with pytest.raises(InvalidValue, match="tenant share OTHER --clear"):
+            store.change_share("beta", lambda _: CacheShare(2.0), NOW)
+
+        assert store.shares() == before
+        store.change_share("acme", lambda _: CacheShare(3.0), NOW)
 
 
 def test_several_processes_may_open_an_old_store_at_once(path):

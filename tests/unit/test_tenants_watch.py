@@ -131,3 +131,64 @@ def test_a_stopped_watcher_leaves_no_thread_and_keeps_its_snapshot(store):
 
     assert not any(thread.name == "tenants-watch" for thread in threading.enumerate())
     assert watcher.current.version == store.version()
+
+
+def test_a_key_that_was_just_made_is_known_after_a_look_that_was_asked_for(store, tmp_path):
+    looked = threading.Event()
+    with make_store(tmp_path / "tenants.db") as other, SnapshotWatcher(store, interval_s=3600) as watcher:
+        other.create_tenant("acme", NOW)
+        text = other.create_key("acme", "", None, NOW)
+
+        begun = watcher.look_soon(looked.set)
+        looked.wait()
+
+        assert watcher.looks_begun == begun + 1
+        assert isinstance(watcher.current.authenticate(text, NOW), Accepted)
+
+
+def test_however_many_looks_are_asked_for_at_once_there_is_one(store):
+    done: list[int] = []
+    with SnapshotWatcher(store, interval_s=3600) as watcher:
+        tags = {watcher.look_soon(lambda: done.append(watcher.looks_begun)) for _ in range(1000)}
+        wait_until(lambda: len(done) == 1000)
+
+        # Asked for within the gap before a look may begin: those who came before it share it.
+        assert watcher.looks_begun <= len(tags) + 1
+        assert max(done) - min(done) <= 1
+
+
+def test_who_asks_while_a_look_is_under_way_gets_another(store, monkeypatch):
+    """The look that runs may have read the store before the key was made."""
+    began, go, answers = threading.Event(), threading.Event(), []
+    version = store.version
+
+    def slow_version() -> int:
+        began.set()
+        go.wait()
+        return version()
+
+    with SnapshotWatcher(store, interval_s=3600) as watcher:
+        monkeypatch.setattr(store, "version", slow_version)
+        watcher.look_soon(lambda: answers.append("first"))
+        began.wait()
+
+        tag = watcher.look_soon(lambda: answers.append("second"))
+
+        assert watcher.looks_begun == tag == 1
+        go.set()
+        wait_until(lambda: answers == ["first", "second"])
+        assert watcher.looks_begun == 2
+
+
+def test_who_waits_for_a_look_is_told_also_when_the_watcher_stops_or_the_store_cannot_answer(store, tmp_path):
+    looked = threading.Event()
+    with SnapshotWatcher(store, interval_s=3600) as watcher:
+        (tmp_path / "tenants.db").rename(tmp_path / "elsewhere.db")
+        watcher.look_soon(looked.set)
+        looked.wait()
+        assert watcher.statistics().num_failures == 1
+
+        looked.clear()
+        watcher.look_soon(looked.set)
+
+    assert looked.is_set()
