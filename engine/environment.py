@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 
-# Two spinning OpenMP threads beside one busy process made small steps ten times slower; sleeping ones cost nothing
-# that can be measured.
+# A thread that is out of work waits a moment before it sleeps: a step of one decode has some three hundred parallel
+# parts with gaps of ten to fifty microseconds, and waking a sleeping thread for each costs a third of the step (40 ms
+# against 29 on two cores). Much longer waits cost more beside other busy processes than they gain (docs/performance.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # The tokenizers' thread pool warns about forks, and nothing here tokenizes in an engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A model is a directory on this machine: no start may wait for, or depend on, a hub.
