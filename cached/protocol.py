@@ -146,8 +146,9 @@ class LeasedBlock:
 
 @dataclass(frozen=True, slots=True)
 class OwnerShare:
-    """What one owner may count on in the tier, in blocks (kv-semantics 5.9). `ceiling` None: no limit but the tier's
-    size. `weight` is for the device; the tier keeps it so that the table is whole."""
+    """What one owner may count on in the tier (kv-semantics 5.9), in bytes on its way, in blocks where a store has it in
+    force. `ceiling` None: no limit but the tier's size. `weight` is for the device; the tier keeps it so that the table is
+    whole."""
 
     owner: bytes
     weight: float
@@ -460,7 +461,7 @@ class Stats:
 @dataclass(frozen=True, slots=True)
 class SetOwners:
     """The gateway's table of shares, forwarded. Columns: owners of 16 bytes, f64 weights, u64 floors and ceilings in
-    blocks (2⁶⁴−1: no ceiling). The newest version counts."""
+    bytes of the tier (2⁶⁴−1: no ceiling). The newest version counts."""
 
     request_id: int
     version: int

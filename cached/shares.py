@@ -1,13 +1,14 @@
-"""What each owner may count on in the host tier: whether a table of floors and ceilings may be in force, and its bytes.
+"""What each owner may count on in the host tier: whether a table of floors and ceilings may be in force, and how it is kept.
 
 A table comes from the gateway through any engine; the newest version counts (kv-semantics 5.9). It is refused whole when
-its floors together exceed what the tier can hold: a promise that cannot be kept is not made in part.
+its floors together exceed what the tier can hold: a promise that cannot be kept is not made in part. It travels and is kept
+in bytes, since those who make it do not know how large a block is; in force it is in blocks.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgpack
 from xxhash import xxh3_64_intdigest
@@ -15,23 +16,36 @@ from xxhash import xxh3_64_intdigest
 from cached.keys import OWNER_BYTES
 from cached.protocol import MAX_OWNERS, OwnerShare, OwnersOutcome
 
-_MAGIC = b"HALOWNER"
+_MAGIC = b"HALSHARE"
 _SUM_BYTES = 8
-MAX_BLOCKS = 2**62
-"""More than any tier has; bounds what is added up and sent."""
+MAX_SHARE = 2**62
+"""More than any tier has, in bytes and so in blocks; bounds what is added up and sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareTable:
-    """One version of the table; owners that are not in it have no floor and no ceiling."""
+    """One version of the table, in bytes or in blocks; owners that are not in it have no floor and no ceiling."""
 
     version: int = 0
     shares: tuple[OwnerShare, ...] = ()
 
     @property
     def floors_total(self) -> int:
-        """Blocks that are promised."""
+        """What is promised."""
         return sum(share.floor for share in self.shares)
+
+    def in_blocks(self, tier_bytes: int, num_slots: int) -> ShareTable:
+        """A table in bytes as one in blocks, for `num_slots` slots that a tier of `tier_bytes` was cut into. What is left
+        over at the edges of slots counts as theirs: floors that fit into the bytes fit into the slots."""
+
+        def blocks(size: int) -> int:
+            return min(size * num_slots // tier_bytes, MAX_SHARE)
+
+        shares = (
+            replace(share, floor=blocks(share.floor), ceiling=None if share.ceiling is None else blocks(share.ceiling))
+            for share in self.shares
+        )
+        return replace(self, shares=tuple(shares))
 
 
 NO_TABLE = ShareTable()
@@ -50,15 +64,17 @@ def fault_of(table: ShareTable) -> str | None:
             return f"an owner has {OWNER_BYTES} bytes, not {len(share.owner)}"
         if not (math.isfinite(share.weight) and share.weight > 0):
             return f"a weight of {share.weight}; weights are finite and above 0"
-        if not 0 <= share.floor <= (MAX_BLOCKS if share.ceiling is None else min(share.ceiling, MAX_BLOCKS)):
-            return f"a floor of {share.floor} and a ceiling of {share.ceiling} blocks; a floor is 0 or more, at most the ceiling"
-        if share.ceiling is not None and share.ceiling > MAX_BLOCKS:
-            return f"a ceiling of {share.ceiling} blocks; at most {MAX_BLOCKS}"
+        if not 0 <= share.floor <= (MAX_SHARE if share.ceiling is None else min(share.ceiling, MAX_SHARE)):
+            return (
+                f"a floor of {share.floor} and a ceiling of {share.ceiling}; a floor is 0 or more, at most the ceiling"
+            )
+        if share.ceiling is not None and share.ceiling > MAX_SHARE:
+            return f"a ceiling of {share.ceiling}; at most {MAX_SHARE}"
     return None
 
 
 def judge(table: ShareTable, in_force: ShareTable, capacity: int) -> OwnersOutcome:
-    """Whether `table`, which has no fault, takes the place of the one in force in a tier of `capacity` blocks."""
+    """Whether `table`, in blocks and without a fault, takes the place of the one in force in a tier of `capacity` blocks."""
     if table.version == in_force.version:
         return "known"
     if table.version < in_force.version:

@@ -226,7 +226,7 @@ class Tier:
         next daemon before it is answered."""
         store = self._engine_store()
         table = _read_shares(message)
-        outcome = store.set_shares(table, now)
+        outcome = store.set_shares(table.in_blocks(self.arena.payload_bytes, self.arena.num_slots), now)
         if outcome == "taken":
             self._kept_shares = table
             self.arena.write_shares(pack(table))
@@ -369,7 +369,8 @@ class Tier:
             self._settings.event_buffer,
         )
         # In a tier too small for its floors a kept table is not in force; the gateway's next one is judged afresh.
-        store.set_shares(self._kept_shares, self._last_seen)
+        kept = self._kept_shares.in_blocks(self.arena.payload_bytes, self.arena.num_slots)
+        store.set_shares(kept, self._last_seen)
         return store
 
     def _new_session(self) -> int:

@@ -129,12 +129,12 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class OwnerShare:
-    """One owner's weight on the device and floor and ceiling, in blocks, on the host (kv-semantics 5.9)."""
+    """One owner's weight on the device, and floor and ceiling, in bytes, on the host (kv-semantics 5.9)."""
 
     owner: OwnerId
     weight: float
-    host_floor: int
-    host_ceiling: int | None
+    host_floor_bytes: int
+    host_ceiling_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ from engine.values import NewRequest, Refused, SequenceOutput
 
 GREETING_TIMEOUT_S: Final = 5.0
 MAX_CONNECTIONS: Final = 64
-MAX_HOST_BLOCKS: Final = 2**62
+MAX_HOST_BYTES: Final = 2**62
 """No floor is higher: more than any host tier has."""
 MAX_UNREAD_BYTES: Final = 8 * 2**20
 """What a gateway may leave unread before it is disconnected; thousands of steps' worth."""
@@ -374,12 +374,12 @@ class EngineServer:
         for share in table.shares:
             if not 0 < share.weight < math.inf or len(share.owner) != OWNER_BYTES:
                 raise WireError("OwnerTable has a weight that is not positive and finite, or an owner id that is none")
-            ceiling = MAX_HOST_BLOCKS if share.host_ceiling is None else share.host_ceiling
-            if not 0 <= share.host_floor <= ceiling <= MAX_HOST_BLOCKS:
+            ceiling = MAX_HOST_BYTES if share.host_ceiling_bytes is None else share.host_ceiling_bytes
+            if not 0 <= share.host_floor_bytes <= ceiling <= MAX_HOST_BYTES:
                 raise WireError("OwnerTable has a host floor that is negative, or above its ceiling")
         if table.version > self._table_version:
             self._table_version = table.version
-            host = tuple(HostShare(s.owner, s.weight, s.host_floor, s.host_ceiling) for s in table.shares)
+            host = tuple(HostShare(s.owner, s.weight, s.host_floor_bytes, s.host_ceiling_bytes) for s in table.shares)
             self.inbox.put(Weigh(tuple((share.owner, share.weight) for share in table.shares), table.version, host))
 
     def ask_snapshot(self) -> None:

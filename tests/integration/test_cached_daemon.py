@@ -25,6 +25,7 @@ from cached.records import HEADER_BYTES, RECORD_BYTES
 from tests.support.cached_daemon import (
     BLOCK_BYTES,
     HELLO,
+    SLOT_BYTES,
     Daemon,
     chain,
     content_of,
@@ -35,7 +36,6 @@ from tests.support.cached_daemon import (
     wait_until,
 )
 
-SLOT_BYTES = 8192
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -360,7 +360,7 @@ def test_a_flood_cannot_take_an_owner_below_its_floor_and_the_table_outlives_the
     client = daemon.client()
     mine = chain("mine", 8)
     store(client, mine, owner=quiet)
-    table = [OwnerShare(quiet, 1.0, 8, None), OwnerShare(noisy, 1.0, 0, 100)]
+    table = [OwnerShare(quiet, 1.0, 8 * SLOT_BYTES, None), OwnerShare(noisy, 1.0, 0, 100 * SLOT_BYTES)]
     assert client.set_owners(7, table) == "taken"
 
     daemon.kill()
@@ -380,11 +380,10 @@ def test_a_flood_cannot_take_an_owner_below_its_floor_and_the_table_outlives_the
 
 def test_floors_beyond_the_capacity_are_refused_whole(daemon: Daemon) -> None:
     client = daemon.client()
-    assert client.set_owners(1, [OwnerShare(owner_id("one"), 1.0, 100, None)]) == "taken"
+    one = OwnerShare(owner_id("one"), 1.0, 100 * SLOT_BYTES, None)
+    assert client.set_owners(1, [one]) == "taken"
 
-    refused = client.set_owners(
-        2, [OwnerShare(owner_id("one"), 1.0, 100, None), OwnerShare(owner_id("two"), 1.0, 29, None)]
-    )
+    refused = client.set_owners(2, [one, OwnerShare(owner_id("two"), 1.0, 29 * SLOT_BYTES, None)])
 
     assert refused == "floors_exceed_capacity"
     assert (daemon.stats()["shares_version"], daemon.stats()["floors_total"]) == (1, 100)

@@ -22,6 +22,8 @@ from cached.observer import TierObserver
 from cached.protocol import OfferedBlock, Reserved, TierHello
 
 BLOCK_BYTES = 5000
+SLOT_BYTES = 8192
+"""What a block takes in the arena: whole pages."""
 HELLO = TierHello(b"test layout", BLOCK_BYTES, 16)
 
 _PROGRAM = """

@@ -18,7 +18,7 @@ from cached.counters import band_of
 from cached.keys import owner_id
 from cached.metrics import COUNTERS, FAMILIES, GAUGES
 from cached.protocol import OwnerShare, TierStatistics
-from tests.support.cached_daemon import Daemon, chain, daemon_directory, store
+from tests.support.cached_daemon import SLOT_BYTES, Daemon, chain, daemon_directory, store
 
 
 def make_config(**changes: object) -> CachedConfig:
@@ -121,7 +121,7 @@ def shown() -> Iterator[Path]:
         client = daemon.client()
         store(client, chain("acme's", 2), priority=80, owner=owner_id("t-1"))
         store(client, chain("nobody's", 1))
-        client.set_owners(3, [OwnerShare(owner_id("t-1"), 2.0, 5, 9)])
+        client.set_owners(3, [OwnerShare(owner_id("t-1"), 2.0, 5 * SLOT_BYTES, 9 * SLOT_BYTES)])
         yield daemon.socket
         daemon.close()
 
