@@ -20,7 +20,7 @@ import os
 import resource
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
@@ -33,6 +33,7 @@ from cached.records import (
     Header,
     Holder,
     StoredRecord,
+    StoredRow,
     is_free,
     pack_header,
     pack_stored,
@@ -66,7 +67,6 @@ class Arena:
         self._table: mmap.mmap | None = None
         self._buffer = bytearray()
         self._locked_map: mmap.mmap | None = None
-        self._reserved: tuple[Holder, bytes] | None = None
 
     @classmethod
     def open(cls, directory: Path, payload_bytes: int, mlock: bool = False) -> Arena:
@@ -114,15 +114,21 @@ class Arena:
 
     # --- Records --------------------------------------------------------------------------------------------
 
-    def write_stored(self, slot: int, record: StoredRecord) -> None:
-        """Make `record` the slot's record."""
-        self._write(slot, pack_stored(slot, record))
+    def write_stored(self, slots: Sequence[int], rows: Iterable[StoredRow]) -> None:
+        """Make `rows` the slots' records, one after the other."""
+        table = self._table
+        assert table is not None
+        for slot, row in zip(slots, rows, strict=True):
+            at = HEADER_BYTES + slot * RECORD_BYTES
+            table[at : at + RECORD_BYTES] = pack_stored(slot, row)
 
-    def write_reserved(self, slot: int, holder: Holder) -> None:
-        """Note that `holder` may be writing into the slot."""
-        if self._reserved is None or self._reserved[0] is not holder:
-            self._reserved = holder, reserved_body(holder)
-        self._write(slot, with_sum(slot, self._reserved[1]))
+    def write_reserved(self, slots: Sequence[int], holder: Holder) -> None:
+        """Note that `holder` may be writing into the slots, one after the other."""
+        table, body = self._table, reserved_body(holder)
+        assert table is not None
+        for slot in slots:
+            at = HEADER_BYTES + slot * RECORD_BYTES
+            table[at : at + RECORD_BYTES] = with_sum(slot, body)
 
     def clear(self, slot: int) -> None:
         """Free the slot for good: one byte, which cannot be torn."""
@@ -269,11 +275,6 @@ class Arena:
         assert self._table is not None
         data = pack_header(header)
         self._table[: len(data)] = data
-
-    def _write(self, slot: int, data: bytes) -> None:
-        assert self._table is not None
-        at = HEADER_BYTES + slot * RECORD_BYTES
-        self._table[at : at + RECORD_BYTES] = data
 
     # --- Room -----------------------------------------------------------------------------------------------
 

@@ -42,9 +42,10 @@ MOVES: dict[int, frozenset[int]] = {
     RESERVED: frozenset({STORED, WAITING, ORPHANED}),
     # Committed, but an ancestor is not yet; nobody writes into it any more.
     WAITING: frozenset({STORED, FREE}),
-    STORED: frozenset({FREE, UNVERIFIED}),
+    # Reserved at once for the newcomer that it gives way to.
+    STORED: frozenset({FREE, UNVERIFIED, RESERVED}),
     # Stored in a former life of the daemon, or under suspicion: evictable, not served.
-    UNVERIFIED: frozenset({STORED, FREE}),
+    UNVERIFIED: frozenset({STORED, FREE, RESERVED}),
     # No longer indexed, but the peer that reserved it may still write: free when it says so.
     ORPHANED: frozenset({FREE, EXPIRED, QUARANTINED}),
     EXPIRED: frozenset({FREE, QUARANTINED}),
@@ -180,17 +181,17 @@ class Blocks:
         self.index[key] = slot
         self.key[slot] = key
         self.parent[slot] = parent
-        self.first_child[slot] = NO_SLOT
+        # Whatever was here before left as a leaf: `first_child` is NO_SLOT already.
         self.previous_sibling[slot] = NO_SLOT
-        self.next_sibling[slot] = NO_SLOT
-        self.depth[slot] = 0
         if parent == NO_SLOT:
+            self.next_sibling[slot] = NO_SLOT
+            self.depth[slot] = 0
             return
         self.depth[slot] = self.depth[parent] + 1
-        eldest = self.first_child[parent]
-        self.next_sibling[slot] = eldest
-        if eldest != NO_SLOT:
-            self.previous_sibling[eldest] = slot
+        next_elder = self.first_child[parent]
+        self.next_sibling[slot] = next_elder
+        if next_elder != NO_SLOT:
+            self.previous_sibling[next_elder] = slot
         self.first_child[parent] = slot
 
     def leave(self, slot: int) -> int:

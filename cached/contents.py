@@ -2,23 +2,25 @@
 
 Whether a block may come, must go or may be served is the store's to decide; here is what each of those means for
 everything that is known of a block, so that no part of it falls out of step. A slot goes back to the free ones only after
-its record is cleared.
+its record is cleared. Records are written message by message, the parents' before their children's, and before the message
+is answered: a daemon killed in between has promised nothing yet.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from cached import blocks as slots
 from cached import events
 from cached.blocks import INDEXED, NO_SLOT, VISIBLE, Blocks, Owners
 from cached.counters import StoreCounters
-from cached.events import EventRing, Happened
+from cached.events import EventRing
 from cached.eviction import EvictionOrder
-from cached.offers import Offer
+from cached.offers import OfferRow
 from cached.protocol import NEVER, NO_PARENT
-from cached.records import Holder, StoredRecord
+from cached.records import Holder, StoredRecord, StoredRow
 
 _SLACK = 64
 """Outdated entries tolerated in the heap of deadlines beyond as many as there are blocks."""
@@ -27,11 +29,11 @@ _SLACK = 64
 class Records(Protocol):
     """Where what must survive the daemon is written."""
 
-    def write_stored(self, slot: int, record: StoredRecord) -> None:
-        """Make `record` the slot's record."""
+    def write_stored(self, slots: Sequence[int], rows: Iterable[StoredRow]) -> None:
+        """Make `rows` the slots' records, one after the other."""
 
-    def write_reserved(self, slot: int, holder: Holder) -> None:
-        """Note that `holder` may be writing into the slot."""
+    def write_reserved(self, slots: Sequence[int], holder: Holder) -> None:
+        """Note that `holder` may be writing into the slots, one after the other."""
 
     def clear(self, slot: int) -> None:
         """Make the slot free, for good, before this returns."""
@@ -63,10 +65,15 @@ class Contents:
             self.blocks.move(slot, slots.FREE)
         self.free[:0] = reversed(fresh)
 
-    def fill(self, offer: Offer, owner: int, parent: int, holder: Holder) -> int:
-        """Give a free slot to an offered block of `owner`, who has been counted for it, below `parent`; says which."""
-        slot = self.free.pop()
+    def admit(self, offer: OfferRow, owner: int, parent: int, victim: int) -> int:
+        """Give an offered block of `owner`, who has been counted for it, a place below `parent`: that of `victim`, an idle
+        leaf that gives way to it, or a free one (NO_SLOT). Says which slot; its record is the caller's to overwrite."""
         columns = self.blocks
+        if victim == NO_SLOT:
+            slot = self.free.pop()
+        else:
+            slot = victim
+            self._give_way(victim, parent)
         columns.move(slot, slots.RESERVED)
         key, _, namespace, priority, deadline, drops, _ = offer
         columns.enter(slot, key, parent)
@@ -78,29 +85,44 @@ class Contents:
         columns.owner[slot] = owner
         self.generation += 1
         columns.generation[slot] = self.generation
-        if parent != NO_SLOT:
-            self.order.discard(parent)  # It is no leaf any more.
-        self.records.write_reserved(slot, holder)
         return slot
 
-    def reveal(self, slot: int) -> None:
-        """Make a committed block visible, and with it those that waited for it."""
-        columns, counters = self.blocks, self.counters
-        todo = [slot]
-        for each in todo:  # Grows while it is walked.
+    def take_in(self, committed: Sequence[int]) -> None:
+        """These blocks are in place: each is visible from now on, and with it those that waited for it, unless it has to
+        wait for an ancestor itself."""
+        columns = self.blocks
+        revealed: list[int] = []
+        for slot in committed:
+            parent = columns.parent[slot]
+            if parent == NO_SLOT or columns.state[parent] in VISIBLE:
+                revealed += self._reveal(slot)
+            else:
+                columns.move(slot, slots.WAITING)
+        if not revealed:
+            return
+        rows = self._write_records(revealed)
+        used = self.counters.used
+        self.counters.stored += len(rows)
+        for slot, row in zip(revealed, rows, strict=True):
+            used[row[1]] += 1
+            if row[7] != NEVER:
+                self._schedule_expiry(slot)
+        if self.events.is_on:
+            self.events.extend([(events.STORED, row[4], row[5], row[2], row[6], row[1], row[1]) for row in rows])
+
+    def _reveal(self, slot: int) -> list[int]:
+        """Make a block visible and those that waited for it; says which these are, parents first."""
+        columns = self.blocks
+        revealed = [slot]
+        for each in revealed:  # Grows while it is walked.
             columns.move(each, slots.STORED)
-            counters.stored += 1
-            counters.used[columns.priority[each]] += 1
-            self._write_record(each)
-            if columns.deadline[each] != NEVER:
-                self._schedule_expiry(each)
-            self._happened(events.STORED, each)
             if columns.first_child[each] == NO_SLOT:
                 self.order.add(
                     each, columns.owner[each], columns.priority[each], columns.tick[each], columns.depth[each]
                 )
-            else:
-                todo += [child for child in columns.children(each) if columns.state[child] == slots.WAITING]
+            elif columns.num_in_state[slots.WAITING]:
+                revealed += [child for child in columns.children(each) if columns.state[child] == slots.WAITING]
+        return revealed
 
     def restore(self, slot: int, record: StoredRecord) -> None:
         """Take over a block that a former daemon left; its parent has been taken over before it."""
@@ -136,7 +158,7 @@ class Contents:
             return
         self.counters.used[old] -= 1
         self.counters.used[priority] += 1
-        self._write_record(slot)
+        self._write_records([slot])
         self._schedule_expiry(slot)
         self.settle_order(slot)
         if priority != old:
@@ -174,21 +196,10 @@ class Contents:
     # --- A block goes ---------------------------------------------------------------------------------------
 
     def evict(self, slot: int) -> None:
-        """An idle leaf gives way."""
-        columns, counters = self.blocks, self.counters
-        priority, owner = columns.priority[slot], columns.owner[slot]
-        counters.count_eviction(self.owners.id_of(owner), priority)
-        # What `_forget` does, for a slot of which much is known already: this is the price of every store when full.
-        counters.used[priority] -= 1
-        counters.dropped_unused += not columns.reused[slot]
-        self._happened(events.REMOVED, slot)
-        self.order.discard(slot)
-        parent = columns.leave(slot)
-        columns.generation[slot] = 0
-        self.owners.leave(owner)
+        """An idle leaf goes, and its slot is free."""
+        self._give_way(slot)
+        self.blocks.generation[slot] = 0
         self.free_slot(slot)
-        if parent != NO_SLOT and columns.first_child[parent] == NO_SLOT:
-            self.settle_order(parent)
 
     def forget_family(self, slot: int) -> None:
         """Take a block and its descendants out of the tier, dependents first. A slot somebody may be writing into
@@ -202,6 +213,22 @@ class Contents:
         self.records.clear(slot)
         self.blocks.move(slot, slots.FREE)
         self.free.append(slot)
+
+    def _give_way(self, slot: int, newcomers_parent: int = NO_SLOT) -> None:
+        """What `_forget` does, for an idle leaf, of which much is known already: this is the price of every store when full.
+        State, generation and record stay the caller's to change."""
+        columns, counters = self.blocks, self.counters
+        priority, owner, parent = columns.priority[slot], columns.owner[slot], columns.parent[slot]
+        if self.events.is_on:
+            self._happened(events.REMOVED, slot)
+        counters.count_eviction(self.owners.id_of(owner), priority)
+        counters.used[priority] -= 1
+        counters.dropped_unused += not columns.reused[slot]
+        self.order.discard(slot)
+        columns.leave(slot)
+        self.owners.leave(owner)
+        if parent not in (NO_SLOT, newcomers_parent) and columns.first_child[parent] == NO_SLOT:
+            self.settle_order(parent)
 
     def _forget(self, slot: int, state: int) -> None:
         columns = self.blocks
@@ -244,7 +271,7 @@ class Contents:
         priority = columns.priority[slot]
         old = priority if old_priority is None else old_priority
         owner = self.owners.id_of(columns.owner[slot])
-        self.events.append(Happened(kind, key, self.parent_key(slot), columns.namespace[slot], owner, old, priority))
+        self.events.append((kind, key, self.parent_key(slot), columns.namespace[slot], owner, old, priority))
 
     def _schedule_expiry(self, slot: int) -> None:
         columns = self.blocks
@@ -255,24 +282,33 @@ class Contents:
             live = {e for e in self.expiries if columns.generation[e[1]] == e[2] and columns.deadline[e[1]] == e[0]}
             self.expiries[:] = sorted(live)
 
-    def _write_record(self, slot: int) -> None:
-        columns = self.blocks
-        key = columns.key[slot]
-        assert key is not None
-        record = StoredRecord(
-            key,
-            self.parent_key(slot),
-            columns.namespace[slot],
-            columns.priority[slot],
-            columns.deadline[slot],
-            bool(columns.drops[slot]),
-            self.owners.id_of(columns.owner[slot]),
-            self._block_bytes,
-            columns.checksum[slot],
-            columns.generation[slot],
-            columns.tick[slot],
-        )
-        self.records.write_stored(slot, record)
+    def _write_records(self, written: Sequence[int]) -> list[StoredRow]:
+        """Write the records of blocks as they are now; says what was written."""
+        columns, id_of = self.blocks, self.owners.id_of
+        key, parent_of = columns.key, columns.parent
+        rows: list[StoredRow] = []
+        for slot in written:
+            name, parent = key[slot], parent_of[slot]
+            above = NO_PARENT if parent == NO_SLOT else key[parent]
+            assert name is not None
+            assert above is not None
+            rows.append(
+                (
+                    columns.drops[slot],
+                    columns.priority[slot],
+                    columns.namespace[slot],
+                    self._block_bytes,
+                    name,
+                    above,
+                    id_of(columns.owner[slot]),
+                    columns.deadline[slot],
+                    columns.checksum[slot],
+                    columns.generation[slot],
+                    columns.tick[slot],
+                )
+            )
+        self.records.write_stored(written, rows)
+        return rows
 
     # --- Invariants -----------------------------------------------------------------------------------------
 

@@ -63,8 +63,9 @@ class StoreCounters:
     def count_eviction(self, owner: bytes, priority: int) -> None:
         """One block of `owner` gave way."""
         self.evicted[priority] += 1
-        if owner in self.evicted_by_owner or len(self.evicted_by_owner) < MAX_OWNERS:
-            self.evicted_by_owner[owner] = self.evicted_by_owner.get(owner, 0) + 1
+        mine = self.evicted_by_owner.get(owner, 0)
+        if mine or len(self.evicted_by_owner) < MAX_OWNERS:
+            self.evicted_by_owner[owner] = mine + 1
 
     def as_fields(self) -> dict[str, Any]:
         """The counters under the names of `protocol.TierStatistics`."""

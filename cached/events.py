@@ -6,6 +6,7 @@ who reads and when the session's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 STORED = 0
@@ -25,6 +26,10 @@ class Happened(NamedTuple):
     priority: int
 
 
+EventRow = tuple[int, bytes, bytes, int, bytes, int, int]
+"""A `Happened` or a tuple like it: every store makes two, and few are read."""
+
+
 class Run(NamedTuple):
     """Consecutive events, the first of them numbered `first`; `lost`: some before them were never seen and are gone."""
 
@@ -39,14 +44,14 @@ class EventRing:
     def __init__(self, capacity: int) -> None:
         self.last = 0
         self._capacity = capacity
-        self._ring: list[Happened] = []
+        self._ring: list[EventRow] = []
 
     @property
     def is_on(self) -> bool:
         """Whether anything is remembered at all."""
         return self._capacity > 0
 
-    def append(self, event: Happened) -> None:
+    def append(self, event: EventRow) -> None:
         """Remember one more; the oldest gives way."""
         if not self._capacity:
             return
@@ -56,10 +61,16 @@ class EventRing:
             self._ring[self.last % self._capacity] = event
         self.last += 1
 
+    def extend(self, rows: Sequence[EventRow]) -> None:
+        """`append` for each."""
+        for row in rows:
+            self.append(row)
+
     def after(self, cursor: int, limit: int) -> Run:
         """Up to `limit` events numbered above `cursor`. A cursor from the future, as of a former life, has lost all."""
         oldest = self.last - len(self._ring) + 1
         lost = cursor > self.last or cursor < oldest - 1
         first = oldest if lost else cursor + 1
         end = min(first + limit, self.last + 1)
-        return Run(first, [self._ring[(number - 1) % self._capacity] for number in range(first, end)], lost)
+        rows = [self._ring[(number - 1) % self._capacity] for number in range(first, end)]
+        return Run(first, list(map(Happened._make, rows)), lost)

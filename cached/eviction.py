@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 _TICK_BITS = 56
 _BLOCK_BITS = 32
 _DEPTH_BITS = 32
-_TICK_BITS = 56
 _RANK_SHIFT = _DEPTH_BITS + _BLOCK_BITS
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
 _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
@@ -55,21 +54,26 @@ class EvictionOrder:
 
     def add(self, block: int, owner: int, priority: int, tick: int, depth: int) -> None:
         """Make `block` evictable; a block already in the order moves to its new place."""
-        place = place_of(rank_of(priority, tick), depth, block)
-        former = self._place[block]
+        # `place_of(rank_of(priority, tick), depth, block)`, written out: every eviction from a full tier adds a leaf.
+        place = (priority << _TICK_BITS | tick) << _RANK_SHIFT | (_MAX_DEPTH - depth) << _BLOCK_BITS | block
+        places = self._place
+        former = places[block]
         if former is not None:
             if former == place and self._owner[block] == owner:
                 return
             self.discard(block)
-        self._place[block] = place
+        places[block] = place
         self._owner[block] = owner
         self._length += 1
-        count = self._counts.get(owner, 0) + 1
-        self._counts[owner] = count
-        if count == 1:
+        heap = self._heaps.get(owner)
+        if heap is None:
+            self._counts[owner] = 1
             self._heaps[owner] = [place]
             return
-        heap = self._heaps[owner]
+        self._counts[owner] = count = self._counts[owner] + 1
+        if places[heap[0] & _BLOCK_MASK] is not heap[0]:
+            heapq.heapreplace(heap, place)  # The first is outdated, as after an eviction: one sift instead of two.
+            return
         heapq.heappush(heap, place)
         if len(heap) > 2 * count + _SLACK:
             self._rebuild(owner)

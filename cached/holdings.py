@@ -1,13 +1,14 @@
 """Who holds what for how long: sessions, their reservations and leases, and what ended sessions left behind.
 
 Decides nothing about blocks: it hands out ids, remembers deadlines, and gives back what belongs to a session. Both
-kinds of holding have one time to live each, so the order of creation is the order of expiry and a queue suffices.
+kinds of holding have one time to live each, so the order of creation is the order of expiry and a queue suffices; what
+one message reserves is one entry of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,12 +21,13 @@ _SLACK = 1024
 and a busy engine makes a million holdings in that time."""
 
 
-class ReservationHolding(NamedTuple):
-    """A session may write into `slot`; after `deadline` it may no longer commit."""
+class ReservationDeadline(NamedTuple):
+    """After `deadline` the reservations [first, end) of a session may no longer be committed, those that it still has."""
 
-    session: int
     deadline: float
-    slot: int
+    session: int
+    first: int
+    end: int
 
 
 class LeaseHolding(NamedTuple):
@@ -39,10 +41,11 @@ class LeaseHolding(NamedTuple):
 
 @dataclass(slots=True)
 class SessionHoldings:
-    """The ids one session holds, in order; `slots` only for what a former daemon noted and this one never gave out."""
+    """What one session holds, in order: slots it may write into, by the reservation's id, and ids of leases. `slots` only
+    for what a former daemon noted and this one never gave out."""
 
     holder: Holder
-    reservations: dict[int, None] = field(default_factory=dict)
+    reservations: dict[int, int] = field(default_factory=dict)
     leases: dict[int, None] = field(default_factory=dict)
     slots: Sequence[int] = ()
 
@@ -51,11 +54,10 @@ class Holdings:
     """Ids begin at `first_id`, which the shell chooses new at every start, so that none from a former life is known."""
 
     def __init__(self, first_id: int) -> None:
-        self.reservations: dict[int, ReservationHolding] = {}
         self.leases: dict[int, LeaseHolding] = {}
         self._sessions: dict[int, SessionHoldings] = {}
         self._quarantined: dict[int, SessionHoldings] = {}
-        self._reservation_queue: deque[tuple[float, int]] = deque()
+        self._reservation_queue: deque[ReservationDeadline] = deque()
         self._lease_queue: deque[tuple[float, int]] = deque()
         self._next_id = first_id
 
@@ -73,24 +75,20 @@ class Holdings:
         """Who is behind an open session."""
         return self._sessions[session].holder
 
-    def add_reservation(self, reservation: ReservationHolding) -> int:
-        """Remember a reservation and say its id."""
-        number = self._new_id()
-        self.reservations[number] = reservation
-        self._sessions[reservation.session].reservations[number] = None
-        self._reservation_queue.append((reservation.deadline, number))
-        return number
+    def add_reservations(self, session: int, deadline: float, slots: Sequence[int]) -> int:
+        """Remember a reservation of each slot; their ids are consecutive, and the first of them is said."""
+        first = self._next_id
+        self._next_id = end = first + len(slots)
+        self._sessions[session].reservations.update(zip(range(first, end), slots, strict=True))
+        queue = self._reservation_queue
+        queue.append(ReservationDeadline(deadline, session, first, end))
+        if len(queue) > _SLACK and len(queue) > 2 * self._num_reservations() + _SLACK:
+            self._reservation_queue = deque(entry for entry in queue if self._live(entry))
+        return first
 
-    def take_reservation(self, session: int, number: int) -> ReservationHolding | None:
-        """End a reservation; None when this session has none of that id."""
-        held = self.reservations.get(number)
-        if held is None or held.session != session or session not in self._sessions:
-            return None
-        del self.reservations[number]
-        del self._sessions[session].reservations[number]
-        if len(self._reservation_queue) > 2 * len(self.reservations) + _SLACK:
-            self._reservation_queue = _live(self._reservation_queue, self.reservations)
-        return held
+    def reservations_of(self, session: int) -> dict[int, int]:
+        """The slots an open session may write into, by reservation; whoever ends a reservation takes it out."""
+        return self._sessions[session].reservations
 
     def add_lease(self, lease: LeaseHolding) -> int:
         """Remember a lease and say its id."""
@@ -108,7 +106,7 @@ class Holdings:
         del self.leases[number]
         del self._sessions[session].leases[number]
         if len(self._lease_queue) > 2 * len(self.leases) + _SLACK:
-            self._lease_queue = _live(self._lease_queue, self.leases)
+            self._lease_queue = deque(entry for entry in self._lease_queue if entry[1] in self.leases)
         return held
 
     def leases_due(self, now: float) -> Iterator[LeaseHolding]:
@@ -119,24 +117,31 @@ class Holdings:
             if held is not None and self.take_lease(held.session, number) is not None:
                 yield held
 
-    def reservations_due(self, now: float) -> Iterator[ReservationHolding]:
-        """The reservations of open sessions whose deadline has come, each once; they stay known, since only their
-        session can say that it has stopped writing."""
-        while self._reservation_queue and self._reservation_queue[0][0] <= now:
-            _, number = self._reservation_queue.popleft()
-            held = self.reservations.get(number)
-            if held is not None and held.session in self._sessions:
-                yield held
+    def reservations_due(self, now: float) -> Iterator[int]:
+        """The slots of open sessions whose reservations' deadline has come, each once; the reservations stay known, since
+        only their session can say that it has stopped writing."""
+        while self._reservation_queue and self._reservation_queue[0].deadline <= now:
+            yield from self._live(self._reservation_queue.popleft())
 
     def next_deadline(self) -> float:
         """The earliest deadline that still means something; infinity without one."""
         while self._lease_queue and self._lease_queue[0][1] not in self.leases:
             self._lease_queue.popleft()
-        while self._reservation_queue and self._reservation_queue[0][1] not in self.reservations:
-            self._reservation_queue.popleft()
         lease = self._lease_queue[0][0] if self._lease_queue else NEVER
-        reservation = self._reservation_queue[0][0] if self._reservation_queue else NEVER
-        return min(lease, reservation)
+        return min(lease, self._next_reservation_deadline())
+
+    def _next_reservation_deadline(self) -> float:
+        queue = self._reservation_queue
+        while queue:
+            deadline, session, first, end = queue[0]
+            held = self._sessions.get(session)
+            live = next((n for n in range(first, end) if n in held.reservations), end) if held is not None else end
+            if live < end:
+                # What was found to have ended is not looked at again.
+                queue[0] = ReservationDeadline(deadline, session, live, end)
+                return deadline
+            queue.popleft()
+        return NEVER
 
     def quarantine(self, session: int, held: SessionHoldings) -> bool:
         """Keep what an ended session held out of reach until `leave_quarantine`; False when it held nothing."""
@@ -166,10 +171,9 @@ class Holdings:
         everyone = list(self._sessions.values()) + list(self._quarantined.values())
         reserved = [number for held in everyone for number in held.reservations]
         leased = [number for held in everyone for number in held.leases]
-        assert sorted(reserved) == sorted(self.reservations)
+        assert len(set(reserved)) == len(reserved)
         assert sorted(leased) == sorted(self.leases)
-        writable = [held.slot for held in self.reservations.values()]
-        writable += [slot for held in everyone for slot in held.slots]
+        writable = [slot for held in everyone for slot in (*held.reservations.values(), *held.slots)]
         assert len(set(writable)) == len(writable), "two reservations share a slot"
         states = (RESERVED, ORPHANED, EXPIRED, QUARANTINED)
         assert all(state[slot] in states for slot in writable)
@@ -179,6 +183,12 @@ class Holdings:
         self._next_id += 1
         return self._next_id - 1
 
+    def _num_reservations(self) -> int:
+        return sum(len(held.reservations) for held in self._sessions.values())
 
-def _live(queue: deque[tuple[float, int]], holdings: Container[int]) -> deque[tuple[float, int]]:
-    return deque(entry for entry in queue if entry[1] in holdings)
+    def _live(self, entry: ReservationDeadline) -> list[int]:
+        """The slots that an open session may still write into of those that one message gave it."""
+        held = self._sessions.get(entry.session)
+        if held is None:
+            return []
+        return [held.reservations[n] for n in range(entry.first, entry.end) if n in held.reservations]

@@ -31,19 +31,23 @@ _HEADER = struct.Struct("<8sII16sQQQQ64s")
 
 
 class StoredRecord(NamedTuple):
-    """A committed block. `parent` of zeros: a first block. `drops`: on_expiry is drop."""
+    """A committed block, in the order of its bytes. `parent` of zeros: a first block. `drops`: on_expiry is drop."""
 
+    drops: int
+    priority: int
+    namespace: int
+    length: int
     key: bytes
     parent: bytes
-    namespace: int
-    priority: int
-    deadline: float
-    drops: bool
     owner: bytes
-    length: int
+    deadline: float
     checksum: int
     generation: int
     tick: int
+
+
+StoredRow = tuple[int, int, int, int, bytes, bytes, bytes, float, int, int, int]
+"""A `StoredRecord` or a tuple like it: thousands of them are written a second, and nobody reads their names."""
 
 
 class Holder(NamedTuple):
@@ -54,13 +58,10 @@ class Holder(NamedTuple):
     client_id: bytes
 
 
-def pack_stored(slot: int, record: StoredRecord) -> bytes:
+def pack_stored(slot: int, record: StoredRow) -> bytes:
     """The bytes of a stored block's record."""
-    key, parent, namespace, priority, deadline, drops, owner, length, checksum, generation, tick = record
-    body = _BODY.pack(
-        _STORED, drops, priority, namespace, length, key, parent, owner, deadline, checksum, generation, tick
-    )
-    return with_sum(slot, body)
+    body = _BODY.pack(_STORED, *record)
+    return body + _SUM.pack(xxh3_64_intdigest(body, slot))
 
 
 def pack_reserved(slot: int, holder: Holder) -> bytes:
@@ -87,14 +88,12 @@ def unpack(slot: int, data: bytes) -> StoredRecord | Holder | None:
     """The record in `data`, or None when it is free, torn, flipped or another slot's."""
     if data[0] == _FREE or xxh3_64_intdigest(data[: _BODY.size], slot) != _SUM.unpack_from(data, _BODY.size)[0]:
         return None
-    state, drops, priority, namespace, length, key, parent, owner, deadline, checksum, generation, tick = (
-        _BODY.unpack_from(data)
-    )
-    if state == _STORED and priority <= MAX_PRIORITY:
-        return StoredRecord(
-            key, parent, namespace, priority, deadline, bool(drops), owner, length, checksum, generation, tick
-        )
-    return Holder(length, checksum, owner) if state == _RESERVED else None
+    state, *fields = _BODY.unpack_from(data)
+    record = StoredRecord(*fields)
+    if state == _STORED and record.priority <= MAX_PRIORITY:
+        return record
+    # What a holder is stands where a block's length, owner and checksum would.
+    return Holder(record.length, record.checksum, record.owner) if state == _RESERVED else None
 
 
 @dataclass(frozen=True, slots=True)

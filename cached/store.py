@@ -20,20 +20,33 @@ from cached.contents import Contents, Records
 from cached.counters import StoreCounters
 from cached.events import EventRing
 from cached.eviction import host_victim
-from cached.holdings import Holdings, LeaseHolding, ReservationHolding, SessionHoldings
+from cached.holdings import Holdings, LeaseHolding, SessionHoldings
 from cached.keys import HASH_BYTES
 from cached.offers import (
+    Decided,
     Decision,
     Granted,
     LeasedRun,
     Offer,
+    OfferRow,
     Pending,
     Present,
     Refused,
     Retouch,
     Unverified,
 )
-from cached.protocol import NEVER, CommitOutcome, OwnersOutcome, RefusalReason, TierStatistics
+from cached.protocol import (
+    FIRST_REFUSAL,
+    NEVER,
+    PENDING,
+    PRESENT,
+    REFUSAL_REASONS,
+    RESERVED,
+    CommitOutcome,
+    OwnersOutcome,
+    RefusalReason,
+    TierStatistics,
+)
 from cached.rebuild import rebuild
 from cached.records import Holder, StoredRecord
 from cached.retention import demoted_priority
@@ -43,9 +56,6 @@ __all__ = ["BlockStore", "Granted", "Offer", "Pending", "Present", "Records", "R
 
 TURN_BLOCKS = 256
 """Most blocks that expire, or give way to a lowered ceiling, in one turn, so that no mass of them keeps peers waiting."""
-
-_PENDING = Pending()
-_PRESENT = Present()
 
 
 class BlockStore:
@@ -113,15 +123,14 @@ class BlockStore:
         held = self._holdings.close(session)
         if held is None:
             return False
-        for reservation in held.reservations:
-            slot = self._holdings.reservations[reservation].slot
+        for slot in held.reservations.values():
             if self.blocks.state[slot] == slots.RESERVED:
                 self._contents.forget_family(slot)
         if clean:
             self._give_back(held)
             return False
-        for reservation in held.reservations:
-            self.blocks.move(self._holdings.reservations[reservation].slot, slots.QUARANTINED)
+        for slot in held.reservations.values():
+            self.blocks.move(slot, slots.QUARANTINED)
         return self._holdings.quarantine(session, held)
 
     def settle(self, session: int) -> None:
@@ -181,30 +190,58 @@ class BlockStore:
 
     # --- Writing --------------------------------------------------------------------------------------------
 
-    def reserve(self, session: int, offers: Iterable[Offer], now: float) -> list[Decision]:
+    def reserve(self, session: int, offers: Iterable[OfferRow], now: float) -> list[Decision]:
         """Decide a chain, root first, block by block (kv-semantics 5.1); a refused block changes nothing."""
+        return self.decide(session, offers, now).decisions()
+
+    def decide(self, session: int, offers: Iterable[OfferRow], now: float) -> Decided:
+        """`reserve` in columns. The records of all that were granted are written before this returns, in place of those of
+        the blocks that gave way to them."""
         self.expire(now)
-        holder = self._holdings.holder_of(session)
-        deadline = self._now + self._reservation_ttl_s
-        return [self._reserve_one(session, holder, deadline, offer) for offer in offers]
+        answers = [self._admit(offer) for offer in offers]
+        granted = [answer for answer in answers if answer >= 0]
+        first = 0
+        if granted:
+            self._contents.records.write_reserved(granted, self._holdings.holder_of(session))
+            first = self._holdings.add_reservations(session, self._now + self._reservation_ttl_s, granted)
+        outcomes = [RESERVED if answer >= 0 else -answer for answer in answers]
+        return Decided(bytes(outcomes), first, granted)
 
     def commit(self, session: int, items: Iterable[tuple[int, int]], now: float) -> list[CommitOutcome]:
         """`(reservation, checksum)` of copies that are done; one tick of recency for all of them."""
         self.expire(now)
-        self._contents.tick += 1
-        return [self._commit_one(session, reservation, checksum) for reservation, checksum in items]
+        contents, columns = self._contents, self.blocks
+        contents.tick += 1
+        mine = self._holdings.reservations_of(session)
+        outcomes: list[CommitOutcome] = []
+        in_place: list[int] = []
+        for reservation, checksum in items:
+            slot = mine.pop(reservation, NO_SLOT)
+            if slot == NO_SLOT:
+                outcomes.append("expired")
+            elif columns.state[slot] == slots.RESERVED:
+                columns.checksum[slot] = checksum
+                columns.tick[slot] = contents.tick
+                in_place.append(slot)
+                outcomes.append("stored")
+            else:
+                outcomes.append("orphan" if columns.state[slot] == slots.ORPHANED else "expired")
+                contents.free_slot(slot)
+        contents.take_in(in_place)
+        return outcomes
 
     def abort(self, session: int, reservations: Iterable[int], now: float) -> None:
         """Give up reservations and, with them, whatever was reserved or waits below them; unknown ones are ignored."""
         self.expire(now)
+        mine = self._holdings.reservations_of(session)
         for reservation in reservations:
-            held = self._holdings.take_reservation(session, reservation)
-            if held is None:
+            slot = mine.pop(reservation, NO_SLOT)
+            if slot == NO_SLOT:
                 continue
             self.counters.aborted += 1
-            if self.blocks.state[held.slot] == slots.RESERVED:
-                self._contents.forget_family(held.slot)
-            self._contents.free_slot(held.slot)
+            if self.blocks.state[slot] == slots.RESERVED:
+                self._contents.forget_family(slot)
+            self._contents.free_slot(slot)
 
     # --- Retention ------------------------------------------------------------------------------------------
 
@@ -239,8 +276,8 @@ class BlockStore:
         self._now = now = max(now, self._now)
         for lease in self._holdings.leases_due(now):
             self._end_lease(lease)
-        for held in self._holdings.reservations_due(now):
-            self._expire_reservation(held)
+        for slot in self._holdings.reservations_due(now):
+            self._expire_reservation(slot)
         expiries = self._contents.expiries
         left = TURN_BLOCKS
         while expiries and expiries[0][0] <= now and left:
@@ -400,13 +437,14 @@ class BlockStore:
 
     # --- Decisions ------------------------------------------------------------------------------------------
 
-    def _reserve_one(self, session: int, holder: Holder, deadline: float, offer: Offer) -> Decision:
+    def _admit(self, offer: OfferRow) -> int:
+        """The slot that an offered block is to be written into, or minus the code of what it is answered instead."""
         contents = self._contents
         columns, owners = contents.blocks, contents.owners
         key, parent_key, _, priority, _, _, owner_id = offer
         known = columns.index.get(key)
         if known is not None:
-            return _PRESENT if columns.state[known] in VISIBLE else _PENDING
+            return -PRESENT if columns.state[known] in VISIBLE else -PENDING
         parent = NO_SLOT
         if parent_key is not None:
             parent = columns.index.get(parent_key, NO_SLOT)
@@ -416,16 +454,16 @@ class BlockStore:
             contents.order.discard(parent)
         owner = owners.enter(owner_id)
         at_ceiling = owners.held[owner] > owners.ceilings[owner]
+        victim = NO_SLOT
         if at_ceiling or not contents.free:
-            victim = self._victim(owner, priority, at_ceiling)
-            if victim is None:
+            found = self._victim(owner, priority, at_ceiling)
+            if found is None:
                 reason = self._reason(owner, priority, at_ceiling)
                 owners.leave(owner)
                 contents.settle_order(parent)
                 return self._refuse(owner_id, reason)
-            contents.evict(victim)
-        slot = contents.fill(offer, owner, parent, holder)
-        return Granted(self._holdings.add_reservation(ReservationHolding(session, deadline, slot)), slot)
+            victim = found
+        return contents.admit(offer, owner, parent, victim)
 
     def _victim(self, owner: int, priority: int, at_ceiling: bool) -> int | None:
         """The block that gives way to a newcomer of `owner`, which is counted already."""
@@ -446,33 +484,15 @@ class BlockStore:
         guarded = any(each != owner and order.least_valuable(each, limit) is not None for each in order.owners())
         return "floors" if guarded else "outranked"
 
-    def _refuse(self, owner: bytes, reason: RefusalReason) -> Refused:
+    def _refuse(self, owner: bytes, reason: RefusalReason) -> int:
         self.counters.count_refusal(owner, reason)
-        return Refused(reason)
+        return -(FIRST_REFUSAL + REFUSAL_REASONS.index(reason))
 
-    def _commit_one(self, session: int, reservation: int, checksum: int) -> CommitOutcome:
-        held = self._holdings.take_reservation(session, reservation)
-        if held is None:
-            return "expired"
-        columns, slot = self.blocks, held.slot
-        if columns.state[slot] != slots.RESERVED:
-            outcome: CommitOutcome = "orphan" if columns.state[slot] == slots.ORPHANED else "expired"
-            self._contents.free_slot(slot)
-            return outcome
-        columns.checksum[slot] = checksum
-        columns.tick[slot] = self._contents.tick
-        parent = columns.parent[slot]
-        if parent == NO_SLOT or columns.state[parent] in VISIBLE:
-            self._contents.reveal(slot)
-        else:
-            columns.move(slot, slots.WAITING)
-        return "stored"
-
-    def _expire_reservation(self, held: ReservationHolding) -> None:
-        if self.blocks.state[held.slot] == slots.RESERVED:
+    def _expire_reservation(self, slot: int) -> None:
+        if self.blocks.state[slot] == slots.RESERVED:
             self.counters.reservations_expired += 1
-            self._contents.forget_family(held.slot)
-            self.blocks.move(held.slot, slots.EXPIRED)
+            self._contents.forget_family(slot)
+            self.blocks.move(slot, slots.EXPIRED)
 
     def _expire_block(self, entry: tuple[float, int, int]) -> bool:
         """A duration has passed (kv-semantics 2.5). False: the block, or one that would go with it, is in use, and it
@@ -544,9 +564,7 @@ class BlockStore:
         return held
 
     def _give_back(self, held: SessionHoldings) -> None:
-        for reservation in held.reservations:
-            self._contents.free_slot(self._holdings.reservations.pop(reservation).slot)
-        for slot in held.slots:
+        for slot in (*held.reservations.values(), *held.slots):
             self._contents.free_slot(slot)
         for lease_id in held.leases:
             self._end_lease(self._holdings.leases.pop(lease_id))

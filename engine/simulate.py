@@ -7,11 +7,12 @@ over before the next one arrives. Generated tokens are not replayed. Where reque
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cached.keys import BlockHash, block_hashes, namespace
 from cached.protocol import NEVER
-from cached.records import Holder, StoredRecord
+from cached.records import Holder, StoredRow
 from cached.retention import RetentionConfig
 from cached.store import BlockStore, Granted, Present, Retouch
 from cached.store import Offer as StoreOffer
@@ -307,10 +308,10 @@ class SimulatedTier:
 class _NoRecords:
     """Nothing has to outlive a simulation."""
 
-    def write_stored(self, slot: int, record: StoredRecord) -> None:
+    def write_stored(self, slots: Sequence[int], rows: Iterable[StoredRow]) -> None:
         pass
 
-    def write_reserved(self, slot: int, holder: Holder) -> None:
+    def write_reserved(self, slots: Sequence[int], holder: Holder) -> None:
         pass
 
     def clear(self, slot: int) -> None:

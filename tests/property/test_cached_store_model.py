@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cached.offers import Granted, Offer, Pending, Present, Refused, Retouch
 from cached.protocol import NEVER, OwnerShare
-from cached.records import Holder, StoredRecord
+from cached.records import Holder, StoredRecord, StoredRow
 from cached.shares import NO_TABLE, ShareTable
 from cached.store import BlockStore
 
@@ -63,11 +64,11 @@ class FakeRecords:
     def __init__(self) -> None:
         self.records: dict[int, StoredRecord | Holder] = {}
 
-    def write_stored(self, slot: int, record: StoredRecord) -> None:
-        self.records[slot] = record
+    def write_stored(self, slots: Sequence[int], rows: Iterable[StoredRow]) -> None:
+        self.records.update(zip(slots, (StoredRecord(*row) for row in rows), strict=True))
 
-    def write_reserved(self, slot: int, holder: Holder) -> None:
-        self.records[slot] = holder
+    def write_reserved(self, slots: Sequence[int], holder: Holder) -> None:
+        self.records.update(dict.fromkeys(slots, holder))
 
     def clear(self, slot: int) -> None:
         self.records.pop(slot, None)

@@ -26,7 +26,7 @@ from cached.records import (
 )
 
 LAYOUT = Layout(b"layout", 5000, 16)
-OLD = StoredRecord(b"o" * 32, b"p" * 32, 7, 35, 12.5, True, b"w" * 16, 5000, 99, 3, 4)
+OLD = StoredRecord(1, 35, 7, 5000, b"o" * 32, b"p" * 32, b"w" * 16, 12.5, 99, 3, 4)
 NEW = OLD._replace(key=b"n" * 32, priority=80, generation=9)
 HOLDER = Holder(123, 456, b"c" * 16)
 
@@ -75,9 +75,9 @@ def test_a_torn_header_is_no_header() -> None:
 def test_records_survive_their_daemon(tmp_path: Path) -> None:
     arena = open_arena(tmp_path)
     arena.format(LAYOUT)
-    arena.write_stored(3, OLD)
-    arena.write_reserved(4, HOLDER)
-    arena.write_stored(5, OLD)
+    arena.write_stored([3], [OLD])
+    arena.write_reserved([4], HOLDER)
+    arena.write_stored([5], [OLD])
     arena.clear(5)
     arena.close(keep=True)
 
@@ -91,7 +91,7 @@ def test_records_survive_their_daemon(tmp_path: Path) -> None:
 def test_a_new_layout_leaves_no_record_of_the_old(tmp_path: Path) -> None:
     arena = open_arena(tmp_path)
     arena.format(LAYOUT)
-    arena.write_stored(3, OLD)
+    arena.write_stored([3], [OLD])
 
     arena.format(Layout(b"other", 9000, 16))
 
@@ -103,7 +103,7 @@ def test_an_arena_of_another_boot_is_emptied(tmp_path: Path, monkeypatch: pytest
     """kv-semantics 2.7: its deadlines are on a clock that has begun anew."""
     arena = open_arena(tmp_path)
     arena.format(LAYOUT)
-    arena.write_stored(3, OLD)
+    arena.write_stored([3], [OLD])
     arena.close(keep=True)
     monkeypatch.setattr("cached.arena._boot_id", lambda: b"another boot ..."[:16])
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 
 from cached.offers import Decision, Granted, Offer, Pending, Present, Refused, Retouch
 from cached.protocol import NEVER, OwnerShare
-from cached.records import Holder, StoredRecord
+from cached.records import Holder, StoredRow
 from cached.shares import ShareTable
 from cached.store import TURN_BLOCKS, BlockStore
 
@@ -17,9 +18,9 @@ X, Y = b"x" * 16, b"y" * 16
 class NoRecords:
     """Forgets everything."""
 
-    def write_stored(self, slot: int, record: StoredRecord) -> None: ...
+    def write_stored(self, slots: Sequence[int], rows: Iterable[StoredRow]) -> None: ...
 
-    def write_reserved(self, slot: int, holder: Holder) -> None: ...
+    def write_reserved(self, slots: Sequence[int], holder: Holder) -> None: ...
 
     def clear(self, slot: int) -> None: ...
 

@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,7 +16,7 @@ from cached.events import REMOVED, STORED
 from cached.keys import BlockHash, OwnerId
 from cached.offers import Granted, Offer
 from cached.protocol import NEVER
-from cached.records import Holder, StoredRecord
+from cached.records import Holder, StoredRow
 from cached.retention import Retention, RetentionConfig, TokenRange
 from cached.store import BlockStore
 from engine.block_pool import BlockPool
@@ -206,9 +206,9 @@ def forbid_scans(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 class NoRecords:
     """Forgets everything."""
 
-    def write_stored(self, slot: int, record: StoredRecord) -> None: ...
+    def write_stored(self, slots: Sequence[int], rows: Iterable[StoredRow]) -> None: ...
 
-    def write_reserved(self, slot: int, holder: Holder) -> None: ...
+    def write_reserved(self, slots: Sequence[int], holder: Holder) -> None: ...
 
     def clear(self, slot: int) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from cached.keys import OwnerId
 from cached.metrics import TierCollector
 from cached.offers import Decision, Granted, Offer, Refused
 from cached.protocol import NEVER
-from cached.records import Holder, StoredRecord
+from cached.records import Holder, StoredRow
 from cached.store import BlockStore
 from engine.main import warm_up
 from engine.values import Refused as RequestRefused
@@ -226,9 +226,9 @@ def test_rule_7_2_the_device_counts_what_left_before_it_was_ever_matched_and_by_
 class NoRecords:
     """Forgets everything."""
 
-    def write_stored(self, slot: int, record: StoredRecord) -> None: ...
+    def write_stored(self, slots: Sequence[int], rows: Iterable[StoredRow]) -> None: ...
 
-    def write_reserved(self, slot: int, holder: Holder) -> None: ...
+    def write_reserved(self, slots: Sequence[int], holder: Holder) -> None: ...
 
     def clear(self, slot: int) -> None: ...
 
