@@ -211,12 +211,21 @@ class TierClient:
         return reply is not None and reply.held
 
     def read(self, lease: Lease, block: LeasedBlock, out: memoryview) -> bool:
-        """Copy a leased block out into `out`. False, and `out` worth nothing, when its session is over or a peer has cut
-        the payload short. The copy counts only if `release` answers True afterwards."""
-        if lease.lease_id not in self._held or os.getpid() != self._pid:
+        """`read_many` of one block."""
+        return self.read_many(lease, [block], [out])
+
+    def read_many(self, lease: Lease, blocks: Sequence[LeasedBlock], outs: Sequence[memoryview]) -> bool:
+        """Copy leased blocks out, each into its own of `outs`, in one call. False, and `outs` worth nothing, when the
+        session is over or a peer has cut the payload short. The copies count only if `release` answers True afterwards."""
+        if not self.may_copy([lease.lease_id]):
             return False
         mapping = self._map()
-        return mapping is not None and mapping.copy_out(block.slot_offset, out)
+        return mapping is not None and mapping.copy_out([block.slot_offset for block in blocks], outs)
+
+    def may_copy(self, numbers: Sequence[int]) -> bool:
+        """Whether these leases and reservations are of the session that is open, so that their slots may be copied from
+        and to. For copies made elsewhere than in `read` and `write`: ask before and after."""
+        return self._held.issuperset(numbers) and os.getpid() == self._pid
 
     # --- Writing --------------------------------------------------------------------------------------------
 
@@ -231,12 +240,16 @@ class TierClient:
         return outcomes
 
     def write(self, reserved: Reserved, data: memoryview) -> bool:
-        """Copy a block into the slot that was reserved for it. False when its session is over, so that the slot may be
-        another's by now, or when there is no memory for it: abort the reservation then."""
-        if reserved.reservation not in self._held or os.getpid() != self._pid:
+        """`write_many` of one block."""
+        return self.write_many([reserved], [data])
+
+    def write_many(self, reserved: Sequence[Reserved], data: Sequence[memoryview]) -> bool:
+        """Copy blocks into the slots that were reserved for them, in one call. False when the session is over, so that the
+        slots may be another's by now, or when there is no memory for them: abort these reservations then."""
+        if not self.may_copy([each.reservation for each in reserved]):
             return False
         mapping = self._map()
-        return mapping is not None and mapping.copy_in(reserved.slot_offset, data)
+        return mapping is not None and mapping.copy_in([each.slot_offset for each in reserved], data)
 
     def commit(self, items: Sequence[tuple[int, int]]) -> list[CommitOutcome]:
         """`(reservation, xxh3_64 of the payload)` of blocks that are in place; one outcome each."""

@@ -17,9 +17,12 @@ import os
 import signal
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from cached.streaming_copy import compiled
 
 MAX_MAPPINGS = 64
 """Guarded mappings of one process at once; the ones before the last live only as long as somebody refers to them."""
@@ -50,7 +53,9 @@ class GuardedMapping:
         self.array = np.frombuffer(self._mapping, np.uint8)
         self._length = length
         self._populated = 0
-        self._place = self._guard.add(self.array.ctypes.data, length)
+        self._address = self.array.ctypes.data
+        self._copy_spans = compiled()
+        self._place = self._guard.add(self._address, length)
         self._faults = self._guard.faults_at(self._place)
         # The mapping outlives this object while a view of it does, and is guarded as long.
         weakref.finalize(self._mapping, self._guard.remove, self._place).atexit = False
@@ -60,15 +65,25 @@ class GuardedMapping:
         """Whether a page was missing when somebody touched it: this mapping is to be replaced by another one."""
         return self._guard.faults_at(self._place) != self._faults
 
-    def copy_out(self, offset: int, out: memoryview) -> bool:
-        """Copy to `out`; False: bytes were missing."""
-        np.copyto(np.frombuffer(out, np.uint8), self.array[offset : offset + len(out)])
+    def copy_out(self, offsets: Sequence[int], outs: Sequence[memoryview]) -> bool:
+        """Copy from each offset to each of `outs`, all in one call; False: bytes were missing, and none of it counts."""
+        self._copy(offsets, outs, is_outward=True)
         return not self.is_spoiled
 
-    def copy_in(self, offset: int, data: memoryview) -> bool:
-        """Copy from `data`; False: bytes went nowhere."""
-        np.copyto(self.array[offset : offset + len(data)], np.frombuffer(data, np.uint8))
+    def copy_in(self, offsets: Sequence[int], data: Sequence[memoryview]) -> bool:
+        """Copy each of `data` to its offset, all in one call; False: bytes went nowhere, and none of it counts."""
+        self._copy(offsets, data, is_outward=False)
         return not self.is_spoiled
+
+    def _copy(self, offsets: Sequence[int], buffers: Sequence[memoryview], is_outward: bool) -> None:
+        places = np.array(offsets, np.int64)
+        sizes = np.array([buffer.nbytes for buffer in buffers], np.int64)
+        assert len(places) == len(sizes), f"{len(places)} offsets for {len(sizes)} buffers"
+        is_inside = (places >= 0) & (places + sizes <= self._length)
+        assert is_inside.all(), f"a copy outside the {self._length} bytes of the mapping"
+        mapped = places + self._address
+        own = np.array([_address_of(buffer) for buffer in buffers], np.int64)
+        self._copy_spans(own, mapped, sizes) if is_outward else self._copy_spans(mapped, own, sizes)
 
     def populate_next(self) -> bool:
         """Make the next piece's pages present in this process, so that no copy pays for it; False: that was all, or it
@@ -76,7 +91,7 @@ class GuardedMapping:
         size = min(PIECE_BYTES, self._length - self._populated)
         if size <= 0:
             return False
-        address = self.array.ctypes.data + self._populated
+        address = self._address + self._populated
         self._populated += size
         libc = ctypes.CDLL(None, use_errno=True)
         return int(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)) == 0
@@ -114,8 +129,13 @@ class _Guard:
 
 
 def prepare() -> None:
-    """Compile and install the handler now (half a second), and not in the middle of the first copy."""
+    """Compile copies and handler, and install it, now (a second), and not in the middle of the first copy."""
+    compiled()
     _guard()
+
+
+def _address_of(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
 
 @functools.cache

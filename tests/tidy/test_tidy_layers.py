@@ -30,12 +30,12 @@ MAY_IMPORT = {
 MAY_IMPORT_TOO = {"engine/simulate.py": ("cached.store", "cached.records")}
 TENSORS = {"torch", "transformers", "numba"}
 # The modules that compute: the engine's device modules; the converter, which is a process of its own; and the guard of the
-# payload's mapping, which is machine code because it runs inside a signal handler (decision 5).
+# payload's mapping and the copies through it, which are machine code (decisions 5 and 8).
 TENSOR_MODULES = {
     "engine/attention/cpu.py", "engine/attention/folding.py", "engine/attention/gather.py", "engine/attention/interface.py",
     "engine/attention/paged_decode.py", "engine/fused.py", "engine/kv_memory.py", "engine/layer_kernels.py", "engine/model.py",
     "engine/prepacked.py", "engine/runner.py", "engine/sampler.py", "engine/vector_exp.py",
-    "command/model_convert.py", "cached/guarded_mapping.py",
+    "command/model_convert.py", "cached/guarded_mapping.py", "cached/streaming_copy.py",
 }  # fmt: skip
 
 
