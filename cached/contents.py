@@ -219,9 +219,13 @@ class Contents:
         State, generation and record stay the caller's to change."""
         columns, counters = self.blocks, self.counters
         priority, owner, parent = columns.priority[slot], columns.owner[slot], columns.parent[slot]
+        owner_id = self.owners.id_of(owner)
         if self.events.is_on:
-            self._happened(events.REMOVED, slot)
-        counters.count_eviction(self.owners.id_of(owner), priority)
+            key = columns.key[slot]
+            assert key is not None
+            row = events.REMOVED, key, self.parent_key(slot), columns.namespace[slot], owner_id, priority, priority
+            self.events.append(row)
+        counters.count_eviction(owner_id, priority)
         counters.used[priority] -= 1
         counters.dropped_unused += not columns.reused[slot]
         self.order.discard(slot)

@@ -6,7 +6,9 @@ who reads and when the session's.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 STORED = 0
@@ -43,34 +45,25 @@ class EventRing:
 
     def __init__(self, capacity: int) -> None:
         self.last = 0
-        self._capacity = capacity
-        self._ring: list[EventRow] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is remembered at all."""
-        return self._capacity > 0
+        self.is_on = capacity > 0
+        self._ring: deque[EventRow] = deque(maxlen=capacity)
 
     def append(self, event: EventRow) -> None:
         """Remember one more; the oldest gives way."""
-        if not self._capacity:
-            return
-        if len(self._ring) < self._capacity:
+        if self.is_on:
             self._ring.append(event)
-        else:
-            self._ring[self.last % self._capacity] = event
-        self.last += 1
+            self.last += 1
 
     def extend(self, rows: Sequence[EventRow]) -> None:
         """`append` for each."""
-        for row in rows:
-            self.append(row)
+        if self.is_on:
+            self._ring.extend(rows)
+            self.last += len(rows)
 
     def after(self, cursor: int, limit: int) -> Run:
         """Up to `limit` events numbered above `cursor`. A cursor from the future, as of a former life, has lost all."""
         oldest = self.last - len(self._ring) + 1
         lost = cursor > self.last or cursor < oldest - 1
         first = oldest if lost else cursor + 1
-        end = min(first + limit, self.last + 1)
-        rows = [self._ring[(number - 1) % self._capacity] for number in range(first, end)]
+        rows = islice(self._ring, first - oldest, first - oldest + limit)
         return Run(first, list(map(Happened._make, rows)), lost)

@@ -12,18 +12,12 @@ from typing import Any, NamedTuple
 
 from cached import inspection
 from cached.errors import PeerError
-from cached.offers import Granted, Pending, Present, Refused
 from cached.protocol import (
     COMMIT_OUTCOMES,
-    FIRST_REFUSAL,
     MAX_FRAME_BYTES,
     MAX_ROWS,
     NAMESPACE_FINGERPRINT_BYTES,
-    PENDING,
-    PRESENT,
     PROTOCOL_VERSION,
-    REFUSAL_REASONS,
-    RESERVED,
     TABLE,
     Abort,
     Bye,
@@ -71,6 +65,8 @@ from cached.records import Holder
 from cached.shares import NO_TABLE
 from cached.tier import Admitted, NotAdmitted, Tier, TierSettings
 from cached.wire import FrameReader
+
+_CODE_OF = {outcome: code for code, outcome in enumerate(COMMIT_OUTCOMES)}
 
 
 class State(Enum):
@@ -201,30 +197,16 @@ class Session:
         return ReleaseReply(message.request_id, self._store.release(self.number, message.lease_id, now))
 
     def _reserve(self, message: Reserve, now: float) -> ReserveReply:
-        outcomes = bytearray()
-        reservations: list[int] = []
-        slots: list[int] = []
-        for decision in self._tier.reserve(self.number, message, now):
-            # By type and not by `match`: this runs for every block that anybody stores.
-            if type(decision) is Granted:
-                outcomes.append(RESERVED)
-                reservations.append(decision.reservation)
-                slots.append(decision.slot)
-            elif type(decision) is Present:
-                outcomes.append(PRESENT)
-            elif type(decision) is Pending:
-                outcomes.append(PENDING)
-            else:
-                assert type(decision) is Refused
-                outcomes.append(FIRST_REFUSAL + REFUSAL_REASONS.index(decision.reason))
-        return ReserveReply(message.request_id, bytes(outcomes), u64s(reservations), u32s(slots))
+        decided = self._tier.reserve(self.number, message, now)
+        first, slots = decided.first_reservation, decided.slots
+        return ReserveReply(message.request_id, decided.outcomes, u64s(range(first, first + len(slots))), u32s(slots))
 
     def _commit(self, message: Commit, now: float) -> CommitReply:
         reservations, checksums = _u64_column(message.reservations), _u64_column(message.checksums)
         if len(reservations) != len(checksums):
             raise PeerError(f"{len(reservations)} reservations come with {len(checksums)} checksums")
         outcomes = self._store.commit(self.number, zip(reservations, checksums, strict=True), now)
-        return CommitReply(message.request_id, bytes([COMMIT_OUTCOMES.index(each) for each in outcomes]))
+        return CommitReply(message.request_id, bytes(map(_CODE_OF.__getitem__, outcomes)))
 
     def _abort(self, message: Abort, now: float) -> Done:
         self._store.abort(self.number, _u64_column(message.reservations), now)

@@ -46,6 +46,7 @@ from cached.protocol import (
     OwnersOutcome,
     RefusalReason,
     TierStatistics,
+    cut,
 )
 from cached.rebuild import rebuild
 from cached.records import Holder, StoredRecord
@@ -518,8 +519,9 @@ class BlockStore:
             self._catch_up(hashes)
         index, state = self.blocks.index, self.blocks.state
         run: list[int] = []
-        for start in range(0, len(hashes), HASH_BYTES):
-            slot = index.get(hashes[start : start + HASH_BYTES])
+        if hashes[:HASH_BYTES] not in index:  # Most of what is asked for in a cold cache.
+            return run
+        for slot in map(index.get, cut(hashes, HASH_BYTES)):
             if slot is None or state[slot] != slots.STORED:
                 break
             run.append(slot)

@@ -14,9 +14,10 @@ from typing import Protocol
 from cached.errors import ArenaError, PeerError
 from cached.events import Run
 from cached.keys import HASH_BYTES, OWNER_BYTES, fingerprint, self_test_vector
-from cached.offers import Decision, LeasedRun, Offer, Refused, Retouch, Unverified
+from cached.offers import Decided, LeasedRun, OfferRow, Retouch, Unverified
 from cached.protocol import (
     CLIENT_ID_BYTES,
+    FIRST_REFUSAL,
     MAX_HASHES,
     MAX_OWNERS,
     MAX_ROWS,
@@ -24,6 +25,7 @@ from cached.protocol import (
     NO_CEILING,
     NO_PARENT,
     PROTOCOL_VERSION,
+    REFUSAL_REASONS,
     Hello,
     Layout,
     OwnerShare,
@@ -44,6 +46,7 @@ from cached.store import BlockStore, Records
 
 MAX_BLOCK_BYTES = 2**32
 MAX_TOKENS_PER_BLOCK = 2**16
+_NO_LAYOUT = FIRST_REFUSAL + REFUSAL_REASONS.index("no_layout")
 
 
 class Arena(Records, Protocol):
@@ -205,13 +208,13 @@ class Tier:
         self._verify_run(store, hashes)
         return store.lease(session, hashes, now)
 
-    def reserve(self, session: int, message: Reserve, now: float) -> list[Decision]:
+    def reserve(self, session: int, message: Reserve, now: float) -> Decided:
         """Decide an offered chain."""
         store = self._engine_store()
-        offers = list(_read_offers(message))
+        offers = _read_offers(message)
         if store.blocks.num_slots == 0:
-            return [Refused("no_layout")] * len(offers)
-        return store.reserve(session, offers, now)
+            return Decided(bytes([_NO_LAYOUT]) * len(message.priorities), 0, [])
+        return store.decide(session, offers, now)
 
     def touch(self, message: Touch, now: float) -> None:
         """New retention for blocks that were released elsewhere."""
@@ -398,7 +401,7 @@ class Tier:
             store.verified(item, is_sound)
 
 
-def _read_offers(message: Reserve) -> Iterator[Offer]:
+def _read_offers(message: Reserve) -> Iterator[OfferRow]:
     count = len(message.priorities)
     _check_columns(
         count,
@@ -414,8 +417,7 @@ def _read_offers(message: Reserve) -> Iterator[Offer]:
     keys, parents = cut(message.hashes, HASH_BYTES), cut(message.parents, HASH_BYTES)
     if NO_PARENT in keys or any(map(operator.eq, keys, parents)):
         raise PeerError("a block is offered under no name or as its own parent")
-    return map(
-        Offer,
+    return zip(
         keys,
         [None if parent == NO_PARENT else parent for parent in parents],
         namespaces,
@@ -423,6 +425,7 @@ def _read_offers(message: Reserve) -> Iterator[Offer]:
         deadlines,
         map(bool, message.on_expiry),
         cut(message.owners, OWNER_BYTES),
+        strict=True,
     )
 
 
@@ -469,7 +472,7 @@ def _read_touches(message: Touch) -> Iterator[Retouch]:
 def _read_retention(count: int, priorities: bytes, deadlines: bytes, on_expiry: bytes) -> Sequence[float]:
     _check_columns(count, {"deadlines": (deadlines, 8), "on_expiry": (on_expiry, 1)})
     values = read_f64s(deadlines)
-    if any(value != value for value in values):
+    if any(map(operator.ne, values, values)):
         raise PeerError("a deadline is not a number")
     if count and max(priorities) > MAX_PRIORITY:
         raise PeerError(f"a priority is {max(priorities)}; the highest is {MAX_PRIORITY}")
