@@ -23,7 +23,10 @@ from tests.support.shell import WAIT_S, Shell, is_quiet
 
 GREEDY = Sampling(temperature=0.0)
 INFO = FakeInfo(num_blocks=16)
-TIMEOUT_S = 0.05
+TIMEOUT_S = 5.0
+"""Of a verb; generous, since a daemon that a busy machine keeps waiting is absent for a second, and these tests are not
+about that."""
+SHORT_TIMEOUT_S = 0.3
 
 
 @pytest.fixture
@@ -35,9 +38,9 @@ def daemon() -> Iterator[Daemon]:
         made.close()
 
 
-def tiered(daemon: Daemon, runner: FakeRunner | None = None) -> Shell:
+def tiered(daemon: Daemon, timeout_s: float = TIMEOUT_S) -> Shell:
     hello = TierHello(INFO.layout_fingerprint, INFO.block_bytes, INFO.tokens_per_block)
-    return Shell(runner or FakeRunner(INFO), make_tier_client=lambda: TierClient(daemon.socket, hello, TIMEOUT_S))
+    return Shell(FakeRunner(INFO), make_tier_client=lambda: TierClient(daemon.socket, hello, timeout_s))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -98,7 +101,7 @@ async def test_a_new_engine_is_served_what_a_former_one_computed(daemon: Daemon)
 
 async def test_a_daemon_that_hangs_is_absent_requests_go_on_and_it_comes_back(daemon: Daemon) -> None:
     prompt = prompt_of(2, 33)
-    async with tiered(daemon) as shell:
+    async with tiered(daemon, SHORT_TIMEOUT_S) as shell:
         client = await shell.client()
         await until_tier(client, "ready")
         await run(client, prompt)
@@ -186,5 +189,7 @@ async def test_five_hundred_requests_half_cancelled_leave_no_lease_no_reservatio
 
         await shell.until(is_quiet)
         await until_nothing_is_held(daemon)
-        assert len(os.listdir("/proc/self/fd")) == fds_before
+        async with asyncio.timeout(WAIT_S):  # A session that was lost and is being opened again has others for a while.
+            while len(os.listdir("/proc/self/fd")) != fds_before:
+                await asyncio.sleep(0.02)
         shell.core.check_invariants()
