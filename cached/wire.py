@@ -7,6 +7,7 @@ back, checking every field's type from its annotation. Sockets and what to do wi
 from __future__ import annotations
 
 import dataclasses
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -19,7 +20,8 @@ from cached.errors import WireError
 HEADER_BYTES = 4
 MAX_ARRAY_ITEMS = 2**20
 
-_Check = Callable[[Any, str], Any]
+_Check = Callable[[Any], Any]
+_PLAIN = (int, bool, str, bytes)
 
 
 class FrameReader:
@@ -31,6 +33,8 @@ class FrameReader:
 
     def receive(self, data: bytes) -> list[bytes]:
         """The frames that `data` completes, in order, without their length header."""
+        if not self._buffer and self._is_one_frame(data):
+            return [bytes(data[HEADER_BYTES:])]
         self._buffer += data
         frames: list[bytes] = []
         start = 0
@@ -46,6 +50,11 @@ class FrameReader:
         if start:
             del self._buffer[:start]
         return frames
+
+    def _is_one_frame(self, data: bytes) -> bool:
+        """Whether there is one frame and no more, as mostly: then nothing has to be kept."""
+        length = len(data) - HEADER_BYTES
+        return 0 <= length <= self._max and length == int.from_bytes(data[:HEADER_BYTES], "big")
 
     @property
     def pending_bytes(self) -> int:
@@ -67,12 +76,12 @@ class MessageTable:
     def __init__(self, messages: dict[int, type], max_frame_bytes: int) -> None:
         self.messages = dict(messages)
         self.max_frame_bytes = max_frame_bytes
-        self._tags = {cls: tag for tag, cls in messages.items()}
         self._decoders = {tag: _dataclass_check(cls) for tag, cls in messages.items()}
+        self._encoders = {cls: _encoder(tag, cls) for tag, cls in messages.items()}
 
     def encode(self, message: Any) -> bytes:
         """One frame with its length header; raises WireError when it is too large to send."""
-        body = [self._tags[type(message)], *_fields(message)]
+        body = self._encoders[type(message)](message)
         return encode_frame(msgpack.packb(body, use_bin_type=True), self.max_frame_bytes)
 
     def decode(self, frame: bytes) -> Any:
@@ -97,11 +106,22 @@ class MessageTable:
         decoder = self._decoders.get(body[0])
         if decoder is None:
             raise WireError(f"message number {body[0]} is unknown")
-        return decoder(body[1:], self.messages[body[0]].__name__)
+        del body[0]
+        return decoder(body)
 
     def decode_all(self, frames: Iterable[bytes]) -> list[Any]:
         """`decode` for each frame, in order."""
         return [self.decode(frame) for frame in frames]
+
+
+def _encoder(tag: int, cls: type) -> Callable[[Any], list[Any]]:
+    """What makes an array of a message."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    are_plain = all(hint in (*_PLAIN, float) for hint in typing.get_type_hints(cls).values())
+    if not are_plain or len(names) < 2:
+        return lambda message: [tag, *_fields(message)]
+    fields_of = operator.attrgetter(*names)
+    return lambda message: [tag, *fields_of(message)]
 
 
 def _fields(message: Any) -> list[Any]:
@@ -119,14 +139,25 @@ def _plain(value: Any) -> Any:
 def _dataclass_check(cls: type) -> _Check:
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
-    checks = [(name, _check_for(hints[name])) for name in names]
+    checks = [_check_for(hints[name]) for name in names]
+    kinds = tuple(hints[name] for name in names)
+    are_plain = all(kind in _PLAIN for kind in kinds)
 
-    def check(value: Any, where: str) -> Any:
+    def check(value: Any) -> Any:
         if not isinstance(value, list) or len(value) != len(checks):
-            raise WireError(f"{where} needs {len(checks)} fields")
-        return cls(*[one(item, f"{where}.{name}") for (name, one), item in zip(checks, value, strict=True)])
+            raise WireError(f"{cls.__name__} needs {len(checks)} fields")
+        if are_plain and tuple(map(type, value)) == kinds:
+            return cls(*value)
+        return cls(*[_checked(one, item, cls, name) for one, item, name in zip(checks, value, names, strict=True)])
 
     return check
+
+
+def _checked(check: _Check, value: Any, cls: type, name: str) -> Any:
+    try:
+        return check(value)
+    except WireError as error:
+        raise WireError(f"{cls.__name__}.{name}: {error}") from None
 
 
 def _check_for(hint: Any) -> _Check:
@@ -149,37 +180,37 @@ def _check_for(hint: Any) -> _Check:
 
 
 def _plain_check(kind: type) -> _Check:
-    def check(value: Any, where: str) -> Any:
+    def check(value: Any) -> Any:
         if type(value) is not kind:
-            raise WireError(f"{where} must be {kind.__name__}, not {type(value).__name__}")
+            raise WireError(f"must be {kind.__name__}, not {type(value).__name__}")
         return value
 
     return check
 
 
-def _float_check(value: Any, where: str) -> float:
+def _float_check(value: Any) -> float:
     if type(value) not in (float, int):
-        raise WireError(f"{where} must be a number, not {type(value).__name__}")
+        raise WireError(f"must be a number, not {type(value).__name__}")
     return float(value)
 
 
 def _literal_check(allowed: tuple[Any, ...]) -> _Check:
-    def check(value: Any, where: str) -> Any:
+    def check(value: Any) -> Any:
         if value not in allowed:
-            raise WireError(f"{where} must be one of {', '.join(map(str, allowed))}")
+            raise WireError(f"must be one of {', '.join(map(str, allowed))}")
         return value
 
     return check
 
 
 def _optional_check(inner: _Check) -> _Check:
-    return lambda value, where: None if value is None else inner(value, where)
+    return lambda value: None if value is None else inner(value)
 
 
 def _tuple_check(inner: _Check) -> _Check:
-    def check(value: Any, where: str) -> Any:
+    def check(value: Any) -> Any:
         if not isinstance(value, list):
-            raise WireError(f"{where} must be an array, not {type(value).__name__}")
-        return tuple([inner(item, where) for item in value])
+            raise WireError(f"must be an array, not {type(value).__name__}")
+        return tuple([inner(item) for item in value])
 
     return check
