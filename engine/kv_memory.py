@@ -7,8 +7,6 @@ a step runs on other blocks; the caller keeps the two apart (what is named in a 
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import torch
 
@@ -31,7 +29,7 @@ class KvMemory:
         self._token_rows = self.pool.view(-1, token_width)
         self._block_rows = self.pool.view(-1, layout.tokens_per_block * token_width)
         self._bytes = self.pool.view(torch.uint8).view(num_blocks, layout.block_bytes)
-        self._transfer = _CudaTransfer(layout.block_bytes, device) if device.type == "cuda" else None
+        self._host_bytes = self._bytes.numpy() if device.type == "cpu" else None
 
     def token_rows(self, slots: torch.Tensor) -> torch.Tensor:
         """The row of each slot's K in layer 0, for `write`."""
@@ -61,50 +59,22 @@ class KvMemory:
             assert 0 < copy.num_tokens <= self.layout.tokens_per_block, f"copy of {copy.num_tokens} tokens"
             self.pool[copy.target, :, :, : copy.num_tokens] = self.pool[copy.source, :, :, : copy.num_tokens]
 
+    def block_view(self, block_id: int) -> memoryview:
+        """The bytes of one block in place, where the device is the processor."""
+        assert self._host_bytes is not None, f"the processor cannot reach the memory of {self.device}"
+        self._check(block_id, self.layout.block_bytes)
+        return memoryview(self._host_bytes[block_id])
+
     def read_block(self, block_id: int, out: memoryview) -> None:
-        """Copies one whole block into `out` (`block_bytes` long). What it holds was written by steps that are over."""
-        target = np.frombuffer(out, np.uint8)
-        self._check(block_id, len(target))
-        if self._transfer is None:
-            np.copyto(target, self._bytes[block_id].numpy())
-        else:
-            self._transfer.read(self._bytes[block_id], target)
+        """Copies one whole block into `out` (`block_bytes` long), after all that the device was told to do before."""
+        self._check(block_id, len(out))
+        torch.from_numpy(np.frombuffer(out, np.uint8)).copy_(self._bytes[block_id])
 
     def write_block(self, block_id: int, data: memoryview) -> None:
-        """Copies `data` into one whole block; on return every later step sees it."""
-        source = np.frombuffer(data, np.uint8)
-        self._check(block_id, len(source))
-        if self._transfer is None:
-            np.copyto(self._bytes[block_id].numpy(), source)
-        else:
-            self._transfer.write(self._bytes[block_id], source)
+        """Copies `data` into one whole block, before all that the device is told to do later."""
+        self._check(block_id, len(data))
+        self._bytes[block_id].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _check(self, block_id: int, num_bytes: int) -> None:
         assert 0 <= block_id < self.num_blocks, f"block {block_id}, outside the pool of {self.num_blocks}"
         assert num_bytes == self.layout.block_bytes, f"{num_bytes} bytes for a block of {self.layout.block_bytes}"
-
-
-class _CudaTransfer:
-    """Block copies on a stream of their own, through one pinned buffer, finished when the call returns.
-
-    No event joins this stream to the one that computes: the runner waits for the device at the end of each step, and
-    a copy waits for itself, so whoever may name a block in a call or a plan already knows that the other is done
-    with it (storing while kernels still write, or loading over blocks still read, is how offloading corrupts text).
-    """
-
-    def __init__(self, block_bytes: int, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pinned = torch.empty(block_bytes, dtype=torch.uint8, pin_memory=True)
-        self._lock = threading.Lock()
-
-    def read(self, block: torch.Tensor, target: np.ndarray) -> None:
-        with self._lock, torch.cuda.stream(self._stream):
-            self._pinned.copy_(block, non_blocking=True)
-            self._stream.synchronize()
-            np.copyto(target, self._pinned.numpy())
-
-    def write(self, block: torch.Tensor, source: np.ndarray) -> None:
-        with self._lock, torch.cuda.stream(self._stream):
-            np.copyto(self._pinned.numpy(), source)
-            block.copy_(self._pinned, non_blocking=True)
-            self._stream.synchronize()

@@ -1,6 +1,6 @@
 """The thread that talks to the cache daemon and copies blocks: answers the core's tickets, each exactly once.
 
-It decides the order (lookups, then loads, then stores and touches as they came; a store gives way after every block)
+It decides the order (lookups, then loads, then stores and touches as they came; a store gives way after every batch)
 and what counts as a miss. Which blocks are wanted is the core's decision; where they lie, and whether they may be read,
 the daemon's. Whatever happens to the daemon, to a payload or to the code below, a ticket is at worst answered with 0.
 
@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 
@@ -26,7 +26,7 @@ from cached.protocol import HelloRefused, LeasedBlock, OfferedBlock, OwnerShare,
 from engine.protocol import TierState
 from engine.rates import LoadChoice, Onboard
 from engine.tier_work import Load, LoadedBlock, Lookup, Offer, OfferedDeviceBlock, TierWork, Touch
-from engine.transfer import BlockMemory, load_block, store_block
+from engine.transfer import Arrived, BlockTransfer, Mismatched, Unreadable
 
 POLL_S: Final = 0.25
 """How often an idle worker looks whether the daemon came or went."""
@@ -37,6 +37,8 @@ MAX_TOUCHES_WAITING: Final = 16384
 RESTART_PAUSE_S: Final = 0.25
 
 log = structlog.get_logger("engine.tier")
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class TierWorker:
     def __init__(
         self,
         make_client: Callable[[], TierClient],
-        kv: BlockMemory,
+        transfer: BlockTransfer,
         *,
         block_bytes: int,
         tokens_per_block: int,
@@ -127,11 +129,10 @@ class TierWorker:
         self._on_stored = on_stored
         self._prepare = prepare
         self._make_client = make_client
-        self._kv = kv
+        self._transfer = transfer
         self._block_bytes = block_bytes
         self._verify_loads = verify_loads
         self._num_device_blocks = num_device_blocks
-        self._scratch = memoryview(bytearray(block_bytes))
         self._suspected: BlockHash | None = None
         self._answer = answer
         self._choice = LoadChoice(block_bytes, tokens_per_block)
@@ -316,21 +317,25 @@ class TierWorker:
 
     def _copy_leased(self, item: Load, lease: Lease) -> list[LoadedBlock]:
         good: list[LoadedBlock] = []
-        for (block_hash, device_block), block in zip(item.blocks, lease.blocks, strict=False):
-            if not self._require_client().read(lease, block, self._scratch):
-                break  # The session is over, or the payload was cut short, which the daemon sees to.
-            if not self._copy_block_in(device_block, block):
-                self.counters.checksum_mismatches += 1
-                log.warning("a host block is not what was stored; it is computed again", slot_offset=block.slot_offset)
-                self._suspected = block_hash
+        blocks = [(device_block, block) for (_, device_block), block in zip(item.blocks, lease.blocks, strict=False)]
+        for batch in _batches(blocks, self._transfer.batch_blocks):
+            match self._transfer.load(self._require_client(), lease, batch, self._verify_loads):
+                case Arrived():
+                    num_good = len(batch)
+                case Mismatched(num_good):
+                    self._note_mismatch(item.blocks[len(good) + num_good][0], batch[num_good][1])
+                case Unreadable():
+                    num_good = 0
+            good += [LoadedBlock(block.priority, block.deadline, block.on_expiry) for _, block in batch[:num_good]]
+            if num_good < len(batch):
                 break
-            good.append(LoadedBlock(block.priority, block.deadline, block.on_expiry))
             self._serve_lookups()
         return good
 
-    def _copy_block_in(self, device_block: int, block: LeasedBlock) -> bool:
-        checksum = block.checksum if self._verify_loads else None
-        return load_block(self._kv, device_block, self._scratch, checksum)
+    def _note_mismatch(self, block_hash: BlockHash, block: LeasedBlock) -> None:
+        self.counters.checksum_mismatches += 1
+        log.warning("a host block is not what was stored; it is computed again", slot_offset=block.slot_offset)
+        self._suspected = block_hash
 
     def _count_load(self, num_wanted: int, num_good: int, seconds: float) -> None:
         counters = self.counters
@@ -370,11 +375,11 @@ class TierWorker:
         self.counters.store_refused += len(group) - len(reserved) - sum(in_tier)
         copied: list[tuple[int, int, int]] = []
         try:
-            for at, slot in reserved:
-                checksum = self._copy_out(group[at], slot)
-                if checksum is None:
+            for batch in _batches(reserved, self._transfer.batch_blocks):
+                checksums = self._copy_out([(group[at].device_block, slot) for at, slot in batch])
+                if checksums is None:
                     break
-                copied.append((at, slot.reservation, checksum))
+                copied += [(at, slot.reservation, sum_) for (at, slot), sum_ in zip(batch, checksums, strict=True)]
                 self._serve_urgent()
         finally:
             left = [slot.reservation for _, slot in reserved[len(copied) :]]
@@ -394,13 +399,12 @@ class TierWorker:
             self.counters.touches += 1
             self._require_client().touch([(b.block_hash, b.priority, b.deadline, b.on_expiry) for b in blocks])
 
-    def _copy_out(self, block: OfferedDeviceBlock, slot: Reserved) -> int | None:
-        """The checksum to commit; None when the slot cannot be written any more."""
+    def _copy_out(self, batch: list[tuple[int, Reserved]]) -> list[int] | None:
+        """The checksums to commit; None when the slots cannot be written any more."""
         started = time.monotonic()
-        checksum = store_block(self._kv, block.device_block, self._scratch)
-        is_written = self._require_client().write(slot, self._scratch)
+        checksums = self._transfer.store(self._require_client(), batch)
         self.counters.store_seconds += time.monotonic() - started
-        return checksum if is_written else None
+        return checksums
 
     def _count_commit(self, outcome: str) -> bool:
         if outcome == "stored":
@@ -497,6 +501,10 @@ class TierWorker:
         """The counters, for statistics and metrics."""
         counters = replace(self.counters)
         return {name: getattr(counters, name) for name in TierCounters.__slots__}  # type: ignore[attr-defined]
+
+
+def _batches(items: list[_Item], size: int) -> list[list[_Item]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _offered(block: OfferedDeviceBlock) -> OfferedBlock:

@@ -1,39 +1,109 @@
-"""Copies one block between the device's KV memory and a buffer of the engine's own, with its checksum.
+"""Copies blocks between the device's KV memory and the tier's payload, some at a time, with their checksums.
 
-What is copied and when is the tier worker's decision; how bytes reach a device is `KvMemory`'s, how they reach the arena
-the tier client's. The checksum is xxh3-64 of the whole block, computed on the engine's own copy: what a peer scribbles
-into the arena meanwhile is neither hashed by the writer nor, once compared, read again by the reader.
+What is copied and when is the tier worker's decision; whether a slot may be touched the tier client's. The checksum is
+xxh3-64 of the whole block, and always of memory that no peer can reach: a store's of what the device holds, a load's of
+what has arrived there. So what is compared is what is used, whatever a peer scribbles into the arena meanwhile.
+
+Here is the way for a device whose memory is the processor's; `copy_streams.py` has the one for devices with streams.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import xxhash
 
+from cached.client import Lease
+from cached.protocol import LeasedBlock, Reserved
 
-class BlockMemory(Protocol):
-    """What this module needs of the device's KV memory. Both calls return when the copy is complete, and may be made
-    from another thread than the one that runs steps, as long as no step writes (or, for `write_block`, reads) the block.
-    """
-
-    def read_block(self, block_id: int, out: memoryview) -> None:
-        """Copy a whole block from the device."""
-
-    def write_block(self, block_id: int, data: memoryview) -> None:
-        """Copy a whole block to the device."""
+COPY_BYTES: Final = 2 * 2**20
+"""Copied in one call: a fraction of a millisecond, after which whoever waits for an answer gets it."""
 
 
-def store_block(kv: BlockMemory, device_block: int, scratch: memoryview) -> int:
-    """Copy `device_block` into `scratch` and return the checksum to commit."""
-    kv.read_block(device_block, scratch)
-    return xxhash.xxh3_64_intdigest(scratch)
+class Payload(Protocol):
+    """What copies need of the tier's client."""
+
+    def may_copy(self, numbers: Sequence[int]) -> bool:
+        """Whether these leases and reservations are of the session that is open."""
+
+    def read_many(self, lease: Lease, blocks: Sequence[LeasedBlock], outs: Sequence[memoryview]) -> bool:
+        """Copy leased blocks out; False: nothing of it counts."""
+
+    def write_many(self, reserved: Sequence[Reserved], data: Sequence[memoryview]) -> bool:
+        """Copy blocks into reserved slots; False: nothing of it counts."""
 
 
-def load_block(kv: BlockMemory, device_block: int, scratch: memoryview, checksum: int | None) -> bool:
-    """Copy `scratch` to `device_block`; False, and nothing copied, when its bytes do not give `checksum`. None skips the
-    comparison."""
-    if checksum is not None and xxhash.xxh3_64_intdigest(scratch) != checksum:
-        return False
-    kv.write_block(device_block, scratch)
-    return True
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Every block of the batch is on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatched:
+    """The first `num_good` blocks are on the device; the one after them is not what was stored."""
+
+    num_good: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """The session is over, or the payload was cut short, which the daemon sees to. None of the batch counts."""
+
+
+LoadOutcome = Arrived | Mismatched | Unreadable
+
+
+class BlockTransfer(Protocol):
+    """What the tier worker needs of a device. Called from its thread only, while steps run on other blocks; every call
+    returns when its copies are complete. A batch has at most `batch_blocks` blocks."""
+
+    batch_blocks: int
+
+    def store(self, payload: Payload, blocks: Sequence[tuple[int, Reserved]]) -> list[int] | None:
+        """Copy device blocks into their slots; the checksums to commit, or None when the slots cannot be written."""
+
+    def load(
+        self, payload: Payload, lease: Lease, blocks: Sequence[tuple[int, LeasedBlock]], verify: bool
+    ) -> LoadOutcome:
+        """Copy leased blocks into device blocks. One that does not count may have been overwritten all the same."""
+
+
+class HostBlocks(Protocol):
+    """KV memory that the processor reaches."""
+
+    def block_view(self, block_id: int) -> memoryview:
+        """The bytes of one block, in place."""
+
+
+class HostTransfer:
+    """Straight between the pool's memory and the slots: nothing lies between, and nothing is asynchronous."""
+
+    def __init__(self, memory: HostBlocks, block_bytes: int) -> None:
+        self.batch_blocks = max(1, COPY_BYTES // block_bytes)
+        self._memory = memory
+
+    def store(self, payload: Payload, blocks: Sequence[tuple[int, Reserved]]) -> list[int] | None:
+        """See `BlockTransfer`. Hashed first, so that the copy finds the blocks in the cache."""
+        views = [self._memory.block_view(device_block) for device_block, _ in blocks]
+        checksums = [xxhash.xxh3_64_intdigest(view) for view in views]
+        return checksums if payload.write_many([slot for _, slot in blocks], views) else None
+
+    def load(
+        self, payload: Payload, lease: Lease, blocks: Sequence[tuple[int, LeasedBlock]], verify: bool
+    ) -> LoadOutcome:
+        """See `BlockTransfer`."""
+        views = [self._memory.block_view(device_block) for device_block, _ in blocks]
+        leased = [block for _, block in blocks]
+        if not payload.read_many(lease, leased, views):
+            return Unreadable()
+        return compare(leased, views) if verify else Arrived()
+
+
+def compare(blocks: Sequence[LeasedBlock], copies: Sequence[memoryview]) -> Arrived | Mismatched:
+    """Which of these copies, from the first on, are what was stored."""
+    for at, (block, copy) in enumerate(zip(blocks, copies, strict=True)):
+        if xxhash.xxh3_64_intdigest(copy) != block.checksum:
+            return Mismatched(at)
+    return Arrived()

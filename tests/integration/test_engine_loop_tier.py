@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 
-import numpy as np
 import pytest
 
 from engine.client import EngineClient
 from engine.protocol import FirstToken, Sampling
-from tests.support.fake_runner import FakeInfo, FakeRunner, expected_tokens
+from tests.support.fake_runner import FakeInfo, FakeRunner, SlowTransfer, expected_tokens
 from tests.support.fake_tier import FakeTier, FakeTierClient
 from tests.support.shell import WAIT_S, Shell, is_quiet
 
@@ -126,20 +124,8 @@ async def test_the_gateway_hears_when_the_tier_goes_and_comes() -> None:
 
 
 def slow_copies(runner: FakeRunner) -> FakeRunner:
-    """Every copy takes a while in its middle: a step that touches a block under way gets half of something else."""
-    kv, half = runner.kv, runner.info.block_bytes // 2
-
-    def read_block(block_id: int, out: memoryview) -> None:
-        out[:half] = kv.rows[block_id, :half].tobytes()
-        time.sleep(0.001)
-        out[half:] = kv.rows[block_id, half:].tobytes()
-
-    def write_block(block_id: int, data: memoryview) -> None:
-        kv.rows[block_id, half:] = np.frombuffer(data[half:], np.uint8)
-        time.sleep(0.001)
-        kv.rows[block_id, :half] = np.frombuffer(data[:half], np.uint8)
-
-    kv.read_block, kv.write_block = read_block, write_block  # type: ignore[method-assign]
+    runner.transfer = SlowTransfer(runner.kv, runner.info.block_bytes)
+    runner.transfer.batch_blocks = 2
     return runner
 
 

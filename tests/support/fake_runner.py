@@ -13,9 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
+from cached.client import Lease
+from cached.protocol import LeasedBlock, Reserved
 from engine.plan import Chunk, Sampled, StepPlan, StepResult
 from engine.protocol import TokenLogprob, TopLogprob
+from engine.transfer import HostTransfer, LoadOutcome, Payload
 
 VOCAB_SIZE = 1000
 EOS = 0
@@ -56,11 +60,34 @@ class FakeKv:
         for offset in range(num_tokens):
             self.write_token(target, offset, int(self.tokens[source, offset]) - 1)
 
-    def read_block(self, block_id: int, out: memoryview) -> None:
-        out[:] = self.rows[block_id].tobytes()
+    def block_view(self, block_id: int) -> memoryview:
+        return memoryview(self.rows[block_id])
 
-    def write_block(self, block_id: int, data: memoryview) -> None:
-        self.rows[block_id] = np.frombuffer(data, np.uint8)
+
+class SlowTransfer(HostTransfer):
+    """Copies half of a block, waits, and copies the rest: a step that uses the block meanwhile would show."""
+
+    def store(self, payload: Payload, blocks: Sequence[tuple[int, Reserved]]) -> list[int] | None:
+        copies = [bytearray(self._memory.block_view(block)) for block, _ in blocks]
+        time.sleep(0.001)
+        for (block, _), copy in zip(blocks, copies, strict=True):
+            half = len(copy) // 2
+            copy[half:] = self._memory.block_view(block)[half:]
+        sums = [xxhash.xxh3_64_intdigest(copy) for copy in copies]
+        return sums if payload.write_many([slot for _, slot in blocks], [memoryview(copy) for copy in copies]) else None
+
+    def load(
+        self, payload: Payload, lease: Lease, blocks: Sequence[tuple[int, LeasedBlock]], verify: bool
+    ) -> LoadOutcome:
+        before = [bytes(self._memory.block_view(block)) for block, _ in blocks]
+        outcome = super().load(payload, lease, blocks, verify)
+        views = [self._memory.block_view(block) for block, _ in blocks]
+        after = [bytes(view) for view in views]
+        for view, old, new in zip(views, before, after, strict=True):
+            view[: len(view) // 2] = old[: len(view) // 2]
+            time.sleep(0.001)
+            view[:] = new
+        return outcome
 
 
 @dataclass(slots=True)
@@ -76,9 +103,12 @@ class FakeRunner:
     computed: list[int] = field(default_factory=list)
     executing: threading.Event = field(default_factory=threading.Event)
     kv: FakeKv = field(init=False)
+    transfer: HostTransfer = field(init=False)
 
     def __post_init__(self) -> None:
         self.kv = FakeKv(self.info)
+        self.transfer = HostTransfer(self.kv, self.info.block_bytes)
+        self.transfer.batch_blocks = 1  # Where other things may happen in between, they do.
 
     def execute(self, plan: StepPlan, abandon: Callable[[], bool]) -> StepResult:
         """Copies, then writes of all chunks, then answers, in the order a real step has."""

@@ -74,16 +74,21 @@ class FakeTierClient:
     def num_slots(self) -> int:
         return self.tier.num_slots if self.state == "ready" else 0
 
-    def read(self, lease: Lease, block: LeasedBlock, out: memoryview) -> bool:
+    def may_copy(self, numbers: Sequence[int]) -> bool:
+        return self.state == "ready"
+
+    def read_many(self, lease: Lease, blocks: Sequence[LeasedBlock], outs: Sequence[memoryview]) -> bool:
         if self.state != "ready":
             return False
-        out[:] = self._payload[block.slot_offset : block.slot_offset + len(out)]
+        for block, out in zip(blocks, outs, strict=True):
+            out[:] = self._payload[block.slot_offset : block.slot_offset + len(out)]
         return True
 
-    def write(self, reserved: Reserved, data: memoryview) -> bool:
+    def write_many(self, reserved: Sequence[Reserved], data: Sequence[memoryview]) -> bool:
         if self.state != "ready":
             return False
-        self._payload[reserved.slot_offset : reserved.slot_offset + len(data)] = data
+        for slot, content in zip(reserved, data, strict=True):
+            self._payload[slot.slot_offset : slot.slot_offset + len(content)] = content
         return True
 
     def set_owners(self, version: int, shares: Sequence[OwnerShare]) -> str:

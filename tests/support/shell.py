@@ -117,7 +117,7 @@ class Shell:
             return None
         return TierWorker(
             self.make_tier_client,
-            self.runner.kv,
+            self.runner.transfer,
             block_bytes=self.runner.info.block_bytes,
             tokens_per_block=self.runner.info.tokens_per_block,
             verify_loads=True,

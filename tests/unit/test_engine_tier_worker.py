@@ -13,6 +13,7 @@ from cached.keys import NO_OWNER, BlockHash
 from cached.protocol import OwnerShare
 from engine.tier import Loaded, LookedUp, Offered, TierAnswer, TierIs, TierWorker
 from engine.tier_work import Load, Lookup, Offer, OfferedDeviceBlock, Touch, TouchedBlock
+from engine.transfer import HostTransfer
 from tests.support.cached_daemon import wait_until
 from tests.support.fake_runner import FakeInfo, FakeKv
 from tests.support.fake_tier import FakeTier, FakeTierClient
@@ -30,9 +31,10 @@ class Bench:
         self.clients: list[FakeTierClient] = []
         self.answers: queue.Queue[TierAnswer] = queue.Queue()
         self.states: list[str] = []
+        self.transfer = HostTransfer(self.kv, INFO.block_bytes)
         self.worker = TierWorker(
             self._client,  # type: ignore[arg-type]
-            self.kv,
+            self.transfer,
             block_bytes=INFO.block_bytes,
             tokens_per_block=INFO.tokens_per_block,
             verify_loads=True,
@@ -141,15 +143,16 @@ def test_what_is_loaded_under_a_lost_lease_is_a_miss(bench: Bench) -> None:
 
 def test_a_block_with_a_wrong_checksum_ends_the_good_run_and_is_reported(bench: Bench) -> None:
     """kv-semantics 1.4 and 5.10."""
+    bench.transfer.batch_blocks = 2
     bench.ask(Offer(1, chain(3)))
     bench.tier.corrupt(block_hash(2))
-    untouched = bench.kv.rows[9].copy()
+    untouched = bench.kv.rows[10].copy()
 
     answer = bench.ask(Load(2, ((block_hash(1), 8), (block_hash(2), 9), (block_hash(3), 10))))
 
     assert isinstance(answer, Loaded)
     assert answer.num_blocks == 1
-    assert np.array_equal(bench.kv.rows[9], untouched)
+    assert np.array_equal(bench.kv.rows[10], untouched)
     assert bench.tier.suspected == [block_hash(2)]
     assert bench.worker.counters.checksum_mismatches == 1
 
@@ -190,16 +193,17 @@ def test_a_defect_in_the_worker_answers_its_ticket_and_the_worker_comes_back(ben
     assert bench.clients[0].closed
 
 
-def test_a_lookup_is_answered_between_two_blocks_of_a_store(bench: Bench) -> None:
+def test_a_lookup_is_answered_between_two_batches_of_a_store(bench: Bench) -> None:
     first_copied, lookup_waits = threading.Event(), threading.Event()
-    read_block = bench.kv.read_block
+    block_view = bench.kv.block_view
+    bench.transfer.batch_blocks = 2
 
-    def read_and_pause(block_id: int, out: memoryview) -> None:
-        read_block(block_id, out)
+    def view_and_pause(block_id: int) -> memoryview:
         first_copied.set()
         lookup_waits.wait(WAIT_S)
+        return block_view(block_id)
 
-    bench.kv.read_block = read_and_pause  # type: ignore[method-assign]
+    bench.kv.block_view = view_and_pause  # type: ignore[method-assign]
     bench.worker.hand_over([Offer(1, chain(4))], None)
     first_copied.wait(WAIT_S)
     bench.worker.hand_over([Lookup(2, (block_hash(1),))], None)
