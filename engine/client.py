@@ -169,7 +169,7 @@ class EngineClient:
         return stream
 
     def set_owner_table(self, table: OwnerTable) -> None:
-        """Tell the engine the shares of owners, now and after every reconnect."""
+        """Tell the engine the shares of owners, now and after every reconnect; it ignores those that are not newer."""
         self._owner_table = table
         if self._link is not None:
             self._link.send(table)

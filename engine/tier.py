@@ -102,6 +102,7 @@ class TierCounters:
     touches: int = 0
     touches_dropped: int = 0
     owners_version: int = 0
+    owners_outcome: str | None = None
     owners_refused: int = 0
     sessions: int = 0
     worker_errors: int = 0
@@ -435,6 +436,7 @@ class TierWorker:
         if outcome != "absent":
             self._owners_told = version
             self.counters.owners_version = version
+            self.counters.owners_outcome = outcome
         if outcome in ("floors_exceed_capacity", "invalid"):
             self.counters.owners_refused += 1
             log.error("the tier does not take the owners' shares", version=version, reason=outcome)
@@ -457,6 +459,7 @@ class TierWorker:
             return
         self.counters.state = state
         self._owners_told = 0  # Another session may be with another daemon.
+        self.counters.owners_outcome = None
         if state == "ready":
             self.counters.sessions += 1
             self._compare_sizes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,12 +25,18 @@ from gateway.handlers import Handlers
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Authenticator, add_common_headers, authenticated, envelope
 from gateway.responses import close_after
+from gateway.shares import SharesState
 from gateway.stream import PING_INTERVAL_S
 from gateway.tokenizer import ModelText
+from tenants.snapshot import NO_SHARES, ShareTable
 
 CLIENT_NAME: Final = "gateway"
 BACKLOG: Final = 1024
 CLOSE_TIMEOUT_S: Final = 0.5
+
+
+async def stay_as_it_is() -> None:
+    """For tenants that never change."""
 
 
 class GatewayServer:
@@ -45,19 +51,23 @@ class GatewayServer:
         ping_interval_s: float = PING_INTERVAL_S,
         load_text: Callable[[Path], ModelText] = ModelText,
         tenants_age_s: Callable[[], float] = lambda: 0.0,
+        refresh_tenants: Callable[[], Awaitable[None]] = stay_as_it_is,
+        shares: Callable[[], ShareTable] = lambda: NO_SHARES,
     ) -> None:
         self.config = config
         self.metrics = GatewayMetrics()
         self.inflight = InFlight(config.max_inflight, config.admission_alpha)
         client = EngineClient(str(config.engine_socket), CLIENT_NAME)
-        self.engines = Engines(client, config.model_dir, load_text, config.engine_heartbeat_s)
+        self.engines = Engines(
+            client, config.model_dir, load_text, config.engine_heartbeat_s, shares, self._note_shares
+        )
         self.metrics.tenants_age.set_function(tenants_age_s)
         self.metrics.inflight.set_function(lambda: len(self.inflight))
         self._log = log
         self.bodies = BodyMemory(config.body_memory_bytes)
         self.metrics.body_bytes.set_function(lambda: self.bodies.bytes_held)
         handlers = Handlers(config, self.engines, self.inflight, self.bodies, tenants_age_s, ping_interval_s)
-        self._app = tenant_app(handlers, authenticate, self.metrics, self.inflight, log)
+        self._app = tenant_app(handlers, authenticate, refresh_tenants, self.metrics, self.inflight, log)
         self._runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
         operators_app = admin_app(self.metrics, self.engines, log)
         self._admin_runner = web.AppRunner(operators_app, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
@@ -103,6 +113,29 @@ class GatewayServer:
             self._admin_path.unlink(missing_ok=True)
         await self.engines.close()
 
+    def _note_shares(self, state: SharesState, version: int) -> None:
+        """Tenants' shares of the caches came into another state."""
+        self.metrics.set_shares(state)
+        match state:
+            case "refused":
+                self._log.error(
+                    "shares_refused",
+                    version=version,
+                    reason="the floors of all tenants exceed the host tier, which keeps the former shares",
+                    remedy="lower a floor with `halocline tenant share`, or raise cached.host_cache_size and restart cached",
+                )
+            case "superseded":
+                self._log.error(
+                    "shares_superseded",
+                    version=version,
+                    reason="the host tier keeps shares that are newer than the tenant store's",
+                    remedy="if the store was restored from a backup, set any share again with `halocline tenant share`",
+                )
+            case "in_force":
+                self._log.info("shares_in_force", version=version)
+            case _:
+                self._log.debug("shares", state=state, version=version)
+
     async def _start_admin(self) -> None:
         address = parse_admin(self.config.admin_listen)
         listener = bind_admin(address)
@@ -137,6 +170,7 @@ class GatewayServer:
 def tenant_app(
     handlers: Handlers,
     authenticate: Authenticator,
+    refresh_tenants: Callable[[], Awaitable[None]],
     metrics: GatewayMetrics,
     inflight: InFlight,
     log: Any,
@@ -159,5 +193,5 @@ def tenant_app(
         (hdrs.METH_POST, "/v1/chat/completions", handlers.chat_completions),
         (hdrs.METH_POST, "/v1/completions", handlers.completions),
     ):
-        router.add_route(method, path, authenticated(handler, authenticate))
+        router.add_route(method, path, authenticated(handler, authenticate, refresh_tenants))
     return app

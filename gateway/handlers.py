@@ -78,7 +78,8 @@ class Handlers:
         status = "ready" if engine == "connected" else "unavailable"
         if self._inflight.is_draining:
             status = "draining"
-        body = {"status": status, "engine": engine, "tier": tier, "tenants": tenants}
+        shares = self._engines.shares if engine == "connected" else "unknown"
+        body = {"status": status, "engine": engine, "tier": tier, "tenants": tenants, "shares": shares}
         return json_response(body, 200 if status == "ready" else 503)
 
     async def models(self, request: web.Request) -> web.StreamResponse:

@@ -18,6 +18,7 @@ from gateway import logs
 from gateway.app import GatewayServer
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayConfigError
+from gateway.freshness import Freshness
 from gateway.notify import notify
 from tenants.errors import TenantsError
 from tenants.store import open_store
@@ -52,6 +53,8 @@ async def _serve(config: GatewayConfig, watcher: SnapshotWatcher, log: structlog
         lambda text, now: watcher.current.authenticate(text, now),
         log,
         tenants_age_s=lambda: watcher.age_s,
+        refresh_tenants=Freshness(watcher).wait,
+        shares=lambda: watcher.current.shares,
     )
     async with server:
         log.info("listening", port=server.port, admin=config.admin_listen)

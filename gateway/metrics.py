@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
+from gateway.shares import SHARES_STATES, SharesState
 from gateway.values import Usage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -89,9 +90,21 @@ class GatewayMetrics:
             "Since the tenant store last confirmed that the keys in memory are its newest.",
             registry=self.registry,
         )
+        self.shares = Gauge(
+            "halocline_gateway_shares",
+            "1 for the state in which tenants' shares of the caches are: refused when their floors exceed the host tier.",
+            ["state"],
+            registry=self.registry,
+        )
+        self.set_shares("unknown")
         self.engine_connected = Gauge(
             "halocline_gateway_engine_connected", "1 while the engine is connected.", registry=self.registry
         )
+
+    def set_shares(self, state: SharesState) -> None:
+        """Say in which state tenants' shares are."""
+        for each in SHARES_STATES:
+            self.shares.labels(each).set(each == state)
 
     def count_usage(self, tenant: str, usage: Usage) -> None:
         """Add what one request used."""

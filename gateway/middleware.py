@@ -20,6 +20,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.records import RequestRecord
 from gateway.responses import EXPECTS_CONTINUE, close_after, common_headers, error_response
 from gateway.retention import clamped_header
+from tenants.keys import parse_key
 from tenants.snapshot import Accepted, Denied, Suspended
 
 RECORD: Final = web.RequestKey("record", RequestRecord)
@@ -134,15 +135,22 @@ def _method(request: web.Request) -> str:
     return request.method if request.method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS") else "other"
 
 
-def authenticated(handler: Handler, authenticate: Authenticator) -> Handler:
-    """`handler` for those who present a good key; the record then says whose it is."""
+def authenticated(handler: Handler, authenticate: Authenticator, refresh: Callable[[], Awaitable[None]]) -> Handler:
+    """`handler` for those who present a good key; the record then says whose it is. Who is denied is judged again after
+    `refresh`."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
         presented = request.headers.getall("Authorization", [])
         if len(presented) > 1:
             raise errors.bad_request("There is more than one Authorization header.", None, "duplicate_header")
         scheme, _, key = (presented[0] if presented else "").partition(" ")
-        verdict = authenticate(key.strip() if scheme.lower() == "bearer" else "", time.time())
+        text = key.strip() if scheme.lower() == "bearer" else ""
+        verdict = authenticate(text, time.time())
+        # The key may be newer than the snapshot. Whatever has the form of one waits alike, known or not: how long a
+        # refusal takes tells nothing about the store, and of the form everybody can judge without asking.
+        if isinstance(verdict, Denied) and parse_key(text) is not None:
+            await refresh()
+            verdict = authenticate(text, time.time())
         if isinstance(verdict, Denied):
             raise errors.invalid_api_key()
         request[RECORD].identity = verdict.identity

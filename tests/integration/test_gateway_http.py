@@ -69,7 +69,7 @@ class TestRoutes:
         assert (await call(stand, "GET", "/healthz"))[0] == 200
         status, _, raw = await call(stand, "GET", "/readyz")
 
-        ready = {"status": "ready", "engine": "connected", "tier": "none", "tenants": "current"}
+        ready = {"status": "ready", "engine": "connected", "tier": "none", "tenants": "current", "shares": "even"}
         assert (status, json.loads(raw)) == (200, ready)
 
     async def test_an_absent_tier_is_a_state_and_an_absent_engine_is_not_ready(self, stand: Stand) -> None:

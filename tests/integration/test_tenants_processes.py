@@ -316,7 +316,9 @@ def test_a_terminal_shows_one_tenant_as_a_sheet(acme):
 
     names = ["name", "state", "active keys", "salt epoch", "created", "id"]
     rules = ["max priority", "max duration s", "default retention"]
-    assert [line.split("  ")[0] for line in lines] == names + rules
+    share = ["cache weight", "cache floor", "cache ceiling"]
+    assert [line.split("  ")[0] for line in lines] == names + rules + share
+    assert lines[-2].split() == ["cache", "floor", "0", "B"]
 
 
 def test_everything_a_command_makes_is_private(state):

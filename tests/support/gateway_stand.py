@@ -20,6 +20,7 @@ import structlog
 from gateway import logs
 from gateway.app import GatewayServer
 from gateway.config import GatewayConfig
+from gateway.freshness import Freshness
 from gateway.tokenizer import ModelText
 from tenants.store import Store, open_store
 from tenants.watch import SnapshotWatcher
@@ -133,6 +134,8 @@ async def standing(
         ping_interval_s=ping_interval_s,
         load_text=model_text,
         tenants_age_s=lambda: watcher.age_s,
+        refresh_tenants=Freshness(watcher).wait,
+        shares=lambda: watcher.current.shares,
     )
     try:
         if with_engine:

@@ -273,4 +273,4 @@ def test_the_owners_shares_are_told_to_every_daemon_that_comes_and_only_once(ben
     wait_until(lambda: len(bench.tier.owners) == 2)
 
     assert bench.tier.owners == [(4, (share,)), (4, (share,))]
-    assert bench.worker.counters.owners_version == 4
+    assert (bench.worker.counters.owners_version, bench.worker.counters.owners_outcome) == (4, "taken")
