@@ -86,7 +86,7 @@ def together(daemon: Daemon, names: list) -> list[float]:
     results: list[list[float]] = []
 
     def work() -> None:
-        client = TierClient(daemon.socket, daemon.clients[0]._hello, 2.0)
+        client = TierClient(daemon.socket, daemon.clients[0].hello, 2.0)
         results.append(timed(lambda: client.lookup(names), ROUNDS // SESSIONS))
         client.close()
 

@@ -323,7 +323,7 @@ def test_a_payload_cut_short_under_a_copy_is_a_miss_and_mended(daemon: Daemon) -
     assert load(client, names) == contents(names)
     assert peer_client.poll() == "ready"
 
-    os.ftruncate(peer_client._payload_fd, 2 * SLOT_BYTES)
+    os.ftruncate(peer_client._link.payload._fd, 2 * SLOT_BYTES)
 
     copies = load(client, names)
     assert copies == contents(names)[: len(copies)]
@@ -343,7 +343,7 @@ def test_a_hole_punched_into_the_payload_is_noticed_and_filled(daemon: Daemon) -
     libc = ctypes.CDLL(None, use_errno=True)
     keep_size_and_punch = 3
 
-    assert libc.fallocate(client._payload_fd, keep_size_and_punch, ctypes.c_long(0), ctypes.c_long(2**20)) == 0
+    assert libc.fallocate(client._link.payload._fd, keep_size_and_punch, ctypes.c_long(0), ctypes.c_long(2**20)) == 0
 
     wait_until(lambda: daemon.stats()["payload_mended"] == 1)
     wait_until(lambda: daemon.stats()["unverified"] == 0)
@@ -475,7 +475,7 @@ def test_slots_of_a_process_that_lives_on_without_its_session_stay_in_quarantine
         daemon,
         """
         outcomes = client.reserve(offers(chain("alive", 3)))
-        client._sock.close()
+        client._link._sock.close()
         print("closed", flush=True)
         sys.stdin.readline()
         time.sleep(60)
@@ -516,7 +516,7 @@ def test_engines_that_come_and_die_cost_the_daemon_no_descriptor(daemon: Daemon)
 
     for number in range(4):
         outcomes = client.reserve(offers(chain(number, 1)))
-        client._lose(is_breach=False)
+        client._link.lose(is_breach=False)
         wait_until(lambda: client.poll() == "ready")
         client.commit([(each.reservation, 1) for each in outcomes if isinstance(each, Reserved)])
     for number in range(3):

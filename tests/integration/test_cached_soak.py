@@ -156,7 +156,7 @@ def test_thirty_kills_of_the_daemon_leave_the_engine_as_it_was(directory: Path) 
         daemon.kill()
         wait_until(lambda: client.poll() == "absent")
         daemon.start()
-        client._stale.clear()  # The engine's copies are over: it never began one.
+        client._link._stale.clear()  # The engine's copies are over: it never began one.
         wait_until(lambda: client.poll() == "ready")
         wait_until(lambda: daemon.stats()["quarantined"] == 0)
         assert store(client, names) == ["stored"] * 6

@@ -111,7 +111,7 @@ def test_a_lookup_that_is_not_answered_properly_is_a_miss(fake: FakeDaemon, answ
     fake.answer = answer
     client = make_client(fake)
     assert client.poll() == "ready"
-    client._timeout_s = 0.1  # From here on a late answer is as good a miss as any of these.
+    client._link._timeout_s = 0.1  # From here on a late answer is as good a miss as any of these.
 
     assert client.lookup(NAMES) == 0
 
@@ -167,8 +167,8 @@ def test_a_lease_of_a_lost_session_is_not_asked_about_again(fake: FakeDaemon) ->
     client = make_client(fake)
     lease = client.lease(NAMES)
     assert lease is not None
-    client._lose(is_breach=False)
-    client._not_before = 0.0
+    client._link.lose(is_breach=False)
+    client._link._not_before = 0.0
     assert client.poll() == "ready"
 
     assert client.release(lease) is False
@@ -188,8 +188,8 @@ def test_settled_is_said_when_all_that_was_handed_out_is_given_back(fake: FakeDa
     client = make_client(fake)
     lease = client.lease(NAMES)
     assert lease is not None
-    client._lose(is_breach=False)
-    client._not_before = 0.0
+    client._link.lose(is_breach=False)
+    client._link._not_before = 0.0
     assert client.poll() == "ready"
     assert "Settled" not in [type(request).__name__ for request in fake.heard]
 
@@ -204,8 +204,8 @@ def test_the_same_payload_keeps_its_mapping_over_a_reconnect(fake: FakeDaemon) -
     client.poll()
     before = client.payload
     assert before is not None
-    client._lose(is_breach=False)
-    client._not_before = 0.0
+    client._link.lose(is_breach=False)
+    client._link._not_before = 0.0
 
     client.poll()
 
