@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NoReturn
 
 import click
@@ -18,7 +19,6 @@ import click
 from cached import render
 from cached.keys import OwnerId, owner_id
 from cached.observer import TierObserver
-from cached.protocol import ListedBlock
 
 STATS_SCHEMA = "halocline.cache_stats.v1"
 OWNERS_SCHEMA = "halocline.cache_owners.v1"
@@ -87,27 +87,23 @@ def top(context: click.Context, interval_s: float, rounds: int | None, as_json: 
 @_as_json
 @click.pass_context
 def list_blocks(context: click.Context, namespace_fingerprint: str | None, limit: int, as_json: bool) -> None:
-    """List stored blocks: slot, name, parent, namespace, priority, deadline, owner.
+    """List stored blocks: layout where there are several, slot, name, parent, namespace, priority, deadline, owner.
 
     Names are cut to eight digits unless --json is given; a deadline is in seconds since the machine booted.
     """
     _check_fingerprint(namespace_fingerprint)
     names = _names(context)
     with _observer(context) as observer:
-        if observer.poll() != "ready":
-            _absent(context, observer)
-        found: list[ListedBlock] = []
-        more = False
-        for block in observer.blocks(namespace_fingerprint):
-            more = len(found) == limit
-            if more:
-                break
-            found.append(block)
+        layouts = _layouts(context, observer)
+        every = ((name, block) for part, name in layouts for block in observer.blocks(namespace_fingerprint, part))
+        found = list(islice(every, limit + 1))
+        more = len(found) > limit
+        del found[limit:]
     if as_json:
-        rows = [render.block_fields(block, names) for block in found]
+        rows = [render.block_fields(layout, block, names) for layout, block in found]
         click.echo(json.dumps({"schema": BLOCKS_SCHEMA, "blocks": rows, "truncated": more}))
         return
-    click.echo(render.blocks(found, names))
+    click.echo(render.blocks(found, names, len(layouts)))
     if more:
         click.echo(f"only the first {limit} are shown; raise --limit", err=True)
 
@@ -119,10 +115,14 @@ def owners(context: click.Context, as_json: bool) -> None:
     """Show who holds how much, their floors and ceilings, and what they were refused."""
     names = _names(context)
     with _observer(context) as observer:
-        found = observer.owners() or _absent(context, observer)
+        found = _owners(context, observer)
     if as_json:
-        rows = [render.owner_fields(line, names) for line in found.owners]
-        head = {"version": found.version, "capacity_slots": found.capacity_slots, "left_off": found.left_off}
+        rows = [render.owner_fields(each.layout, line, names) for each in found for line in each.reply.owners]
+        head = {
+            "version": max((each.reply.version for each in found), default=0),
+            "capacity_slots": sum(each.reply.capacity_slots for each in found),
+            "left_off": sum(each.reply.left_off for each in found),
+        }
         click.echo(json.dumps({"schema": OWNERS_SCHEMA, **head, "owners": rows}))
     else:
         click.echo(render.owners(found, names))
@@ -178,13 +178,22 @@ def verify(context: click.Context, timeout_s: float, as_json: bool) -> None:
         "verified": now["verified"] - was["verified"],
         "corrupt": now["corrupt"] - was["corrupt"],
         "left": now["unverified"],
+        "layouts": [
+            {
+                "layout": each["fingerprint"],
+                "label": each["label"],
+                "verified": max(0, each["verified"] - then["verified"]),
+                "corrupt": max(0, each["corrupt"] - then["corrupt"]),
+                "left": each["unverified"],
+            }
+            for then, each in zip(was["layouts"], now["layouts"], strict=True)
+            if each["fingerprint"]
+        ],
     }
     if as_json:
         click.echo(json.dumps({"schema": VERIFY_SCHEMA, **line}))
     else:
-        click.echo(
-            f"{line['verified']} blocks are sound, {line['corrupt']} were not and are gone, {line['left']} are left"
-        )
+        click.echo(render.verified(line))
     if line["left"]:
         context.exit(EXIT_SLOW)
 
@@ -225,10 +234,25 @@ def _looks(context: click.Context, observer: TierObserver, interval_s: float, ro
         number += 1
         time.sleep(interval_s)
         now = observer.stats() or _absent(context, observer)
-        found = observer.owners() or _absent(context, observer)
+        found = _owners(context, observer)
         seen = time.monotonic()
         yield before, now, found, seen - at
         before, at = now, seen
+
+
+def _layouts(context: click.Context, observer: TierObserver) -> list[tuple[int, str]]:
+    """The parts that are cut for a layout: their numbers and its fingerprint; one at least."""
+    found = observer.layouts()
+    if found is None:
+        _absent(context, observer)
+    return [(part, line["fingerprint"]) for part, line in enumerate(found) if line["fingerprint"]] or [(0, "")]
+
+
+def _owners(context: click.Context, observer: TierObserver) -> list[render.OwnersOf]:
+    return [
+        render.OwnersOf(name, observer.owners(part) or _absent(context, observer))
+        for part, name in _layouts(context, observer)
+    ]
 
 
 def _tenant_ids(context: click.Context) -> dict[str, str]:

@@ -232,20 +232,23 @@ class TierClient:
         reply = self._ask(translation.owners_request(self._request_id(), version, shares), OwnersSet)
         return "absent" if reply is None else reply.outcome
 
-    def events(self, after: int) -> TierEvents | None:
+    def events(self, after: int, part: int = 0) -> TierEvents | None:
         """What happened in the tier after the cursor `after`, as far as one reply holds it: ask again with `last` until
-        no events come. None when the daemon is absent."""
-        reply = self._ask(EventsRequest(self._request_id(), after), EventsReply)
+        no events come. Of an engine's own layout; an observer says which `part`. None when the daemon is absent."""
+        reply = self._ask(EventsRequest(self._request_id(), after, part), EventsReply)
         events = None if reply is None else self._understood(lambda: translation.events_of(reply))
         if reply is None or events is None:
             return None
         return TierEvents(reply.incarnation, reply.last, reply.lost, events)
 
-    def list_blocks(self, after: int = -1, namespace_fingerprint: str | None = None) -> ListedPage | None:
+    def list_blocks(
+        self, after: int = -1, namespace_fingerprint: str | None = None, part: int = 0
+    ) -> ListedPage | None:
         """Stored blocks in slots above `after`, of one namespace or of all, as far as one reply holds them. Blocks that
-        come or go between pages may be in one or not. None when the daemon is absent."""
+        come or go between pages may be in one or not. Of an engine's own layout; an observer says which `part`. None when
+        the daemon is absent."""
         namespace = bytes.fromhex(namespace_fingerprint) if namespace_fingerprint else b""
-        reply = self._ask(ListRequest(self._request_id(), namespace, after), ListReply)
+        reply = self._ask(ListRequest(self._request_id(), namespace, after, part), ListReply)
         blocks = None if reply is None else self._understood(lambda: tuple(translation.listed_blocks(reply)))
         if reply is None or blocks is None:
             return None
@@ -270,7 +273,7 @@ class TierClient:
         return None if reply is None else reply.num_blocks
 
     def stats(self) -> dict[str, object] | None:
-        """The daemon's statistics (`protocol.TierStatistics` as a dict, labelled counts as dicts), or None when it
+        """The daemon's statistics (`protocol.TierStatistics` as a dict, labelled counts and layouts as dicts), or None when it
         is absent."""
         reply = self._ask(StatsRequest(self._request_id()), Stats)
         return None if reply is None else translation.statistics_fields(reply.statistics)

@@ -8,8 +8,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
+from cached.parts import PartPlan, fault_of_shares, plan_parts, read_share
+
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel takes 107; the rest is room for the name under which the socket is born before it is renamed."""
+
+
+MAX_REGISTRATION_BYTES = 64 * 2**30
+"""Drivers have been seen to refuse more in one registration."""
 
 
 class CachedConfig(BaseModel):
@@ -27,6 +33,24 @@ class CachedConfig(BaseModel):
     max_sessions: int = Field(64, ge=1, le=4096, description="Engines and observers connected at once.")
     layout_linger_s: float = Field(
         60.0, ge=0, description="How long blocks of a layout nobody uses are kept when an engine of another one asks."
+    )
+    layouts: tuple[str, ...] = Field(
+        (),
+        description="NAME=SHARE of the arena for layouts with a part of their own; NAME is an engine's model_id, or at least "
+        "4 hex digits of the fingerprint that `halocline cache stats` shows.",
+    )
+    common_layouts: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Equal parts that the rest of the arena is cut into, each for one layout without a name.",
+    )
+    registration_bytes: ByteSize = Field(
+        ByteSize(MAX_REGISTRATION_BYTES),
+        ge=4096,
+        le=MAX_REGISTRATION_BYTES,
+        multiple_of=4096,
+        description="Most bytes that engines register with their device at once; no slot crosses a multiple of it.",
     )
     allowed_users: tuple[str, ...] = Field(
         (), description="Names or numbers of users that may connect besides the daemon's own and root."
@@ -56,12 +80,35 @@ class CachedConfig(BaseModel):
             raise ValueError(f"{int(value)} bytes hold no block; give at least 4096 (0 means: run no daemon)")
         return value
 
+    @field_validator("layouts")
+    @classmethod
+    def _layouts_have_shares(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        fault = fault_of_shares([read_share(text) for text in value])
+        if fault is not None:
+            raise ValueError(fault)
+        return value
+
     @field_validator("metrics_listen")
     @classmethod
     def _metrics_on_loopback(cls, value: str | None) -> str | None:
         if value is not None:
             split_loopback(value)
         return value
+
+    @property
+    def parts(self) -> tuple[PartPlan, ...]:
+        """How the arena is divided."""
+        return plan_parts(int(self.host_cache_size), [read_share(text) for text in self.layouts], self.common_layouts)
+
+    @model_validator(mode="after")
+    def _parts_hold_something(self) -> CachedConfig:
+        for part in self.parts:
+            if part.num_bytes == 0:
+                raise ValueError(
+                    f"the share of layout {part.name!r} is less than one page of {int(self.host_cache_size)} bytes; "
+                    "give it more, or take it out of layouts"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ttls_fit(self) -> CachedConfig:

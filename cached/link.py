@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cached.errors import PeerError, TierUnavailable, WireError
+from cached.held_locks import HeldLocks
 from cached.keys import self_test_vector
 from cached.mapped_payload import MappedPayload
 from cached.protocol import (
@@ -60,6 +61,7 @@ class Link:
         self.refusal: HelloRefused | None = None
         self.welcome: Welcome | None = None
         self.payload = MappedPayload()
+        self._locks = HeldLocks()
         self._path = str(socket_path)
         self._hello = hello
         self._timeout_s = timeout_s
@@ -122,6 +124,7 @@ class Link:
         self._stale.clear()
         self._not_before = NEVER
         self.payload.forget()
+        self._locks.let_go()
 
     # --- What is handed out ---------------------------------------------------------------------------------
 
@@ -148,6 +151,7 @@ class Link:
         self._must_settle = False
         with contextlib.suppress(TierUnavailable):
             self._transmit(TABLE.encode(Settled()), time.monotonic() + self._timeout_s)
+            self._locks.let_go(but_last=1)
 
     # --- Bytes ----------------------------------------------------------------------------------------------
 
@@ -221,10 +225,11 @@ class Link:
         self._await_welcome(deadline if self._is_patient else now)
 
     def _connect(self, now: float) -> None:
-        layout = None
+        layout, label = None, ""
         if self._hello is not None:
+            label = self._hello.label
             layout = Layout(self._hello.layout_fingerprint, self._hello.block_bytes, self._hello.tokens_per_block)
-        hello = Hello(self.next_request_id(), PROTOCOL_VERSION, self._client_id, self_test_vector(), layout)
+        hello = Hello(self.next_request_id(), PROTOCOL_VERSION, self._client_id, self_test_vector(), layout, label)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             sock.setblocking(False)
@@ -266,6 +271,7 @@ class Link:
         if not isinstance(message, Welcome):
             raise WireError(f"{type(message).__name__} is no answer to a hello")
         fds, self._fds = self._fds, []
+        self._locks.keep_last_of(fds)
         self.payload.adopt(message, fds)
         self.welcome = message
         self.refusal = None
@@ -307,6 +313,7 @@ class Link:
         """A forked child has nothing of its parent's: not the connection, nor what was handed out over it. It only
         closes its copy of the socket, so the parent's session goes on."""
         self._disconnect()
+        self._locks.let_go()
         self._pid = os.getpid()
         self._client_id = os.urandom(CLIENT_ID_BYTES)
         self._stale.clear()

@@ -33,7 +33,13 @@ def run(config: CachedConfig) -> int:
     try:
         allowed = _allowed_uids(config.allowed_users)
         check_machine(config)
-        arena = Arena.open(config.arena_dir, int(config.host_cache_size), config.mlock)
+        arena = Arena.open(
+            config.arena_dir,
+            int(config.host_cache_size),
+            mlock=config.mlock,
+            plans=config.parts,
+            registration_bytes=int(config.registration_bytes),
+        )
     except CachedError as error:
         log.error("cached cannot start", reason=str(error))
         return _code_of(error)
@@ -94,6 +100,7 @@ def _ready(config: CachedConfig, arena: Arena, server: Server) -> None:
         socket=str(config.socket),
         arena=str(config.arena_dir),
         bytes=arena.payload_bytes,
+        parts=len(arena.parts),
         restored=statistics.restored,
         lost=statistics.lost_at_restart,
     )

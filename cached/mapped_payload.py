@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cached.errors import WireError
+from cached.places import SlotPlaces
 from cached.protocol import Welcome
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ class MappedPayload:
                 raise WireError(f"{len(fds)} descriptors came with the welcome, not one")
             found = os.fstat(fds[0])
             identity = (found.st_dev, found.st_ino, welcome.payload_bytes)
-            if found.st_size < welcome.payload_bytes or welcome.slot_bytes * welcome.num_slots > welcome.payload_bytes:
+            if not 0 < welcome.slot_bytes <= welcome.registration_bytes:
+                raise WireError("the welcome speaks of slots that no registration can hold")
+            whole = SlotPlaces(welcome.slot_bytes, welcome.registration_bytes).slots_within(welcome.payload_bytes)
+            if found.st_size < welcome.payload_bytes or welcome.num_slots > whole:
                 raise WireError("the payload is shorter than the welcome says")
             if identity != self._identity:
                 self.forget()

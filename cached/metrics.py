@@ -15,10 +15,10 @@ from cached.config import split_loopback
 from cached.protocol import TierStatistics
 
 GAUGES = {
-    "capacity_bytes": "Bytes of the arena's payload",
-    "allocated_bytes": "Bytes of the payload whose memory is there",
-    "slot_bytes": "Bytes of one slot",
-    "capacity_slots": "Slots of the layout in force",
+    "capacity_bytes": "Bytes of the arena's payloads",
+    "allocated_bytes": "Bytes of the payloads whose memory is there",
+    "slot_bytes": "Bytes of one slot; 0 when there are several layouts",
+    "capacity_slots": "Slots, of all layouts",
     "allocated_slots": "Slots whose memory is there",
     "sessions": "Engines connected",
     "used": "Blocks that are stored",
@@ -54,7 +54,31 @@ FAMILIES = {
     "evicted_by_priority": ("band", "Blocks evicted, by band of priority"),
     "refused_by_reason": ("reason", "Offered blocks refused, by reason"),
 }
+LAYOUT_GAUGES = {
+    "capacity_bytes": "Bytes of a layout's part of the arena",
+    "allocated_bytes": "Bytes of a layout's part whose memory is there",
+    "slot_bytes": "Bytes of one of a layout's slots",
+    "capacity_slots": "A layout's slots",
+    "allocated_slots": "A layout's slots whose memory is there",
+    "sessions": "Engines of a layout that are connected",
+    "used": "Blocks of a layout that are stored",
+    "leased": "Blocks of a layout under at least one lease",
+    "unverified": "Blocks of a layout that must be verified before they are served",
+    "quarantined": "Slots of a layout that a peer may still be writing after its reservation ended",
+}
+LAYOUT_COUNTERS = {
+    "looked_up": "Blocks of a layout asked for in lookups",
+    "found": "Blocks of a layout found by lookups",
+    "stored": "Blocks of a layout stored",
+    "loaded": "Blocks of a layout loaded under leases that held",
+    "evicted": "Blocks of a layout evicted",
+    "refused": "Offered blocks of a layout refused",
+    "verified": "Blocks of a layout verified after a restart or on suspicion",
+    "corrupt": "Blocks of a layout dropped because their bytes did not match their checksum",
+}
+LAYOUT_LABELS = ["layout", "label", "part"]
 PREFIX = "halocline_tier_host_"
+LAYOUT_PREFIX = PREFIX + "layout_"
 
 
 class TierCollector(Collector):
@@ -64,7 +88,7 @@ class TierCollector(Collector):
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """One metric per field of `TierStatistics`."""
+        """One metric per field of `TierStatistics`, and of `LayoutLine` one that bears the layout."""
         statistics = self._snapshot()
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, text, value=getattr(statistics, name))
@@ -76,6 +100,13 @@ class TierCollector(Collector):
             for count in getattr(statistics, name):
                 family.add_metric([count.label], count.value)
             yield family
+        for kind, texts in ((GaugeMetricFamily, LAYOUT_GAUGES), (CounterMetricFamily, LAYOUT_COUNTERS)):
+            for name, text in texts.items():
+                family = kind(LAYOUT_PREFIX + name, text, labels=LAYOUT_LABELS)
+                for line in statistics.layouts:
+                    if line.fingerprint:
+                        family.add_metric([line.fingerprint, line.label, line.name], getattr(line, name))
+                yield family
 
 
 def serve(listen: str, snapshot: Callable[[], TierStatistics]) -> Callable[[], None]:

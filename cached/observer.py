@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cached.client import TierClient
 from cached.protocol import ConfigReply, ConfigRequest, ListedBlock, OwnersReply, OwnersRequest, Verify, VerifyReply
@@ -18,9 +19,14 @@ class TierObserver(TierClient):
     def __init__(self, socket_path: str | Path, timeout_s: float) -> None:
         super().__init__(socket_path, None, timeout_s)
 
-    def owners(self) -> OwnersReply | None:
-        """Owners, what they hold and what they may count on."""
-        return self._ask(OwnersRequest(self._request_id()), OwnersReply)
+    def layouts(self) -> list[dict[str, Any]] | None:
+        """The parts of the arena and their layouts, in the order in which `part` numbers them (`protocol.LayoutLine`)."""
+        found: dict[str, Any] | None = self.stats()
+        return None if found is None else [*found["layouts"]]
+
+    def owners(self, part: int = 0) -> OwnersReply | None:
+        """Owners in one part, what they hold there and what they may count on."""
+        return self._ask(OwnersRequest(self._request_id(), part), OwnersReply)
 
     def config(self) -> dict[str, str] | None:
         """The settings in force."""
@@ -32,12 +38,12 @@ class TierObserver(TierClient):
         reply = self._ask(Verify(self._request_id()), VerifyReply)
         return None if reply is None else reply.num_blocks
 
-    def blocks(self, namespace_fingerprint: str | None = None) -> Iterator[ListedBlock]:
-        """The stored blocks, of one namespace or of all, slot by slot; ends early when the daemon goes away, which
+    def blocks(self, namespace_fingerprint: str | None = None, part: int = 0) -> Iterator[ListedBlock]:
+        """The stored blocks of one part, of one namespace or of all, slot by slot; ends early when the daemon goes away, which
         `state` tells then. Blocks that come or go meanwhile may be in it or not."""
         after: int | None = -1
         while after is not None:
-            page = self.list_blocks(after, namespace_fingerprint)
+            page = self.list_blocks(after, namespace_fingerprint, part)
             if page is None:
                 return
             yield from page.blocks

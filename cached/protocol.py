@@ -1,11 +1,12 @@
 """Messages between the cache daemon and its peers; one request, one reply, matched by `request_id`.
 
-A peer opens with `Hello`; an engine names its layout and gets `Welcome` together with the payload's descriptor
-(SCM_RIGHTS), an observer names none and may neither store nor load. Everything a peer reserves or leases
+A peer opens with `Hello`; an engine names its layout and gets `Welcome` together with two descriptors (SCM_RIGHTS): the
+payload of that layout, and its lock, to be kept open while a copy is under way. An observer names none and may neither store
+nor load. Everything a peer reserves or leases
 belongs to its session and is undone when that ends.
 
     peer                                  cached
-    Hello ──────────────────────────────▶ Welcome (+ payload descriptor) | HelloRefused
+    Hello ──────────────────────────────▶ Welcome (+ descriptors of payload and lock) | HelloRefused
     Lookup(hashes) ─────────────────────▶ LookupReply(num_blocks)
     Lease(hashes) ──────────────────────▶ LeaseReply(lease_id, slots, …)   then the peer copies, then
     Release(lease_id) ──────────────────▶ ReleaseReply(held)
@@ -36,7 +37,7 @@ from cached.keys import BlockHash, OwnerId
 from cached.retention import OnExpiry
 from cached.wire import MessageTable
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 2**20
 MAX_HASHES = 16384
 """Most hashes in one lookup, lease or suspect."""
@@ -85,11 +86,13 @@ FIRST_REFUSAL = 3
 
 @dataclass(frozen=True, slots=True)
 class TierHello:
-    """The layout of an engine's blocks; only engines with equal layouts share blocks (kv-semantics 1.1)."""
+    """The layout of an engine's blocks; only engines with equal layouts share blocks (kv-semantics 1.1). `label`: what
+    operators call it, such as the model's name."""
 
     layout_fingerprint: bytes
     block_bytes: int
     tokens_per_block: int
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +215,21 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class Hello:
     """A peer's first message. `client_id` is random per client and survives its reconnects; `self_test` is
-    `keys.self_test_vector()`; `layout` None makes the peer an observer."""
+    `keys.self_test_vector()`; `layout` None makes the peer an observer; `label` is what operators call the layout."""
 
     request_id: int
     version: int
     client_id: bytes
     self_test: bytes
     layout: Layout | None
+    label: str
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The session is open. An observer gets zeros for the sizes and no descriptor."""
+    """The session is open. An observer gets zeros for the sizes and no descriptor. Slot n begins at byte
+    (n ÷ k) × registration_bytes + (n mod k) × slot_bytes, where k = registration_bytes ÷ slot_bytes, both rounded down: no
+    slot crosses a multiple of `registration_bytes`, in pieces of which the payload may be registered with a device."""
 
     request_id: int
     version: int
@@ -231,6 +237,7 @@ class Welcome:
     slot_bytes: int
     num_slots: int
     payload_bytes: int
+    registration_bytes: int
     lease_ttl_s: float
     reservation_ttl_s: float
 
@@ -407,8 +414,38 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutLine:
+    """One part of the arena and the layout in it (`fingerprint` empty: none yet). `name`: for which layout the part is kept;
+    empty: for any. Counts are blocks."""
+
+    name: str
+    fingerprint: str
+    label: str
+    tokens_per_block: int
+    capacity_bytes: int
+    allocated_bytes: int
+    slot_bytes: int
+    capacity_slots: int
+    allocated_slots: int
+    sessions: int
+    used: int
+    leased: int
+    unverified: int
+    quarantined: int
+    looked_up: int
+    found: int
+    stored: int
+    loaded: int
+    evicted: int
+    refused: int
+    verified: int
+    corrupt: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierStatistics:
     """What the tier holds (blocks, unless the name says bytes) and has done since the daemon started (kv-semantics 7.2).
+    Sums over all layouts; `layout_fingerprint` and `slot_bytes` are the only one's, and empty when there are several.
 
     `used` = idle + leased blocks; reserved and quarantined slots come on top; `allocated_slots` grows to
     `capacity_slots` while the arena is being allocated.
@@ -449,6 +486,7 @@ class TierStatistics:
     payload_mended: int = 0
     evicted_by_priority: tuple[Count, ...] = ()
     refused_by_reason: tuple[Count, ...] = ()
+    layouts: tuple[LayoutLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,9 +521,10 @@ class OwnersSet:
 
 @dataclass(frozen=True, slots=True)
 class OwnersRequest:
-    """Ask for `OwnersReply`."""
+    """Ask for `OwnersReply`. `part`: which of the statistics' `layouts`; engines are told of their own."""
 
     request_id: int
+    part: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,11 +556,12 @@ class OwnersReply:
 @dataclass(frozen=True, slots=True)
 class ListRequest:
     """Ask for stored blocks in slots above `after` (−1: from the first on), of one namespace if `namespace` has the 4
-    bytes of its fingerprint, of all if it is empty."""
+    bytes of its fingerprint, of all if it is empty. `part`: which of the statistics' `layouts`; engines see their own."""
 
     request_id: int
     namespace: bytes
     after: int
+    part: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,10 +584,12 @@ class ListReply:
 
 @dataclass(frozen=True, slots=True)
 class EventsRequest:
-    """Ask for events with ids above `after`; every reader keeps its own cursor, and none takes from another."""
+    """Ask for events with ids above `after`; every reader keeps its own cursor, and none takes from another. `part`: which
+    of the statistics' `layouts`; engines are told of their own."""
 
     request_id: int
     after: int
+    part: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from xxhash import xxh3_64_intdigest
 from cached.protocol import Layout
 from cached.retention import MAX_PRIORITY
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 HEADER_BYTES = 4096
 MAX_FINGERPRINT_BYTES = 64
+MAX_LABEL_BYTES = 128
+"""Of a label in UTF-8."""
 
 _FREE = 0
 _STORED = 1
@@ -27,7 +29,7 @@ _MAGIC = b"HALOCLIN"
 _BODY = struct.Struct("<BBBxIQ32s32s16sdQQQ")
 _SUM = struct.Struct("<Q")
 RECORD_BYTES = _BODY.size + _SUM.size
-_HEADER = struct.Struct("<8sII16sQQQQ64s")
+_HEADER = struct.Struct("<8sIIII16sQQQQQQ64s128s")
 
 
 class StoredRecord(NamedTuple):
@@ -98,27 +100,36 @@ def unpack(slot: int, data: bytes) -> StoredRecord | Holder | None:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the table says of itself. `layout` None: not formatted, so there is no record to read."""
+    """What the table says of itself. `layout` None: not formatted, so there is no record to read. `process_space` names the
+    namespace of processes in which the pids of its holders mean something, `label` what an engine calls the layout."""
 
     boot_id: bytes
-    num_slots: int
-    slot_bytes: int
-    layout: Layout | None
+    process_space: int
+    registration_bytes: int
+    num_slots: int = 0
+    slot_bytes: int = 0
+    layout: Layout | None = None
+    label: str = ""
 
 
 def pack_header(header: Header) -> bytes:
     """The table's first bytes."""
-    layout = header.layout or Layout(b"", 0, 0)
+    layout, label = header.layout or Layout(b"", 0, 0), header.label.encode()
     body = _HEADER.pack(
         _MAGIC,
         TABLE_VERSION,
         len(layout.fingerprint),
+        len(label),
+        0,
         header.boot_id,
+        header.process_space,
+        header.registration_bytes,
         header.num_slots,
         header.slot_bytes,
         layout.block_bytes,
         layout.tokens_per_block,
         layout.fingerprint,
+        label,
     )
     return body + _SUM.pack(xxh3_64_intdigest(body))
 
@@ -129,8 +140,12 @@ def unpack_header(data: bytes) -> Header | None:
         return None
     if xxh3_64_intdigest(data[: _HEADER.size]) != _SUM.unpack_from(data, _HEADER.size)[0]:
         return None
-    magic, version, length, boot_id, num_slots, slot_bytes, block_bytes, tokens, name = _HEADER.unpack_from(data)
-    if magic != _MAGIC or version != TABLE_VERSION or length > MAX_FINGERPRINT_BYTES:
+    magic, version, length, label_length, _, boot_id, space, registration, num_slots, slot_bytes, *rest = (
+        _HEADER.unpack_from(data)
+    )
+    block_bytes, tokens, name, label = rest
+    if magic != _MAGIC or version != TABLE_VERSION or length > MAX_FINGERPRINT_BYTES or label_length > MAX_LABEL_BYTES:
         return None
     layout = Layout(name[:length], block_bytes, tokens) if length else None
-    return Header(boot_id, num_slots, slot_bytes, layout)
+    text = label[:label_length].decode(errors="replace")
+    return Header(boot_id, space, registration, num_slots, slot_bytes, layout, text)

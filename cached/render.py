@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cached.keys import NO_OWNER
 from cached.protocol import ListedBlock, OwnerLine, OwnersReply
@@ -14,9 +14,17 @@ if TYPE_CHECKING:
 Names = Mapping[Any, str]
 
 
+class OwnersOf(NamedTuple):
+    """The owners in one layout, which its fingerprint stands for."""
+
+    layout: str
+    reply: OwnersReply
+
+
 def statistics(stats: Mapping[str, Any]) -> str:
     """The statistics as text: what is there, by priority, and what has happened."""
-    if not stats["slot_bytes"]:
+    layouts = [line for line in stats["layouts"] if line["slot_bytes"]]
+    if not layouts:
         return f"capacity  {_size(stats['capacity_bytes'])}, {_size(stats['allocated_bytes'])} allocated; no engine has come yet"
     asked = stats["looked_up"]
     rate = f" ({100 * stats['found'] / asked:.1f} %)" if asked else ""
@@ -24,7 +32,7 @@ def statistics(stats: Mapping[str, Any]) -> str:
         f"version {stats['shares_version']}, floors of {stats['floors_total']}" if stats["shares_version"] else "none"
     )
     lines = [
-        ("layout", f"{stats['layout_fingerprint']}, {_size(stats['slot_bytes'])} a block"),
+        *(("layout", _layout_text(line, len(layouts) > 1)) for line in layouts),
         ("capacity", f"{stats['capacity_slots']} blocks, {_size(stats['capacity_bytes'])}"),
         ("allocated", f"{stats['allocated_slots']} blocks, {_size(stats['allocated_bytes'])}"),
         ("sessions", f"{stats['sessions']} of engines"),
@@ -52,17 +60,48 @@ def statistics(stats: Mapping[str, Any]) -> str:
     return pairs(lines)
 
 
+def _layout_text(line: Mapping[str, Any], is_one_of_several: bool) -> str:
+    """One layout; what it holds only where the totals do not say it."""
+    text = f"{layout_name(line)}, {_size(line['slot_bytes'])} a block"
+    if line["name"]:
+        text += f", in the part of {line['name']}"
+    if is_one_of_several:
+        text += (
+            f": {line['used']} of {line['capacity_slots']} blocks used, {line['sessions']} engines, "
+            f"found {line['found']} of {line['looked_up']}, {line['stored']} stored, {line['loaded']} loaded, "
+            f"{line['evicted']} evicted, {line['unverified']} unverified, {line['corrupt']} corrupt"
+        )
+    return text
+
+
+def layout_name(line: Mapping[str, Any]) -> str:
+    """How a layout is called: its fingerprint, and what its engines call it."""
+    name = line["fingerprint"] or "-"
+    return f"{name} ({line['label']})" if line["label"] else str(name)
+
+
+def verified(line: Mapping[str, Any]) -> str:
+    """What a verification found, and in which layout where there are several."""
+
+    def text(of: Mapping[str, Any]) -> str:
+        return f"{of['verified']} blocks are sound, {of['corrupt']} were not and are gone, {of['left']} are left"
+
+    several = line["layouts"] if len(line["layouts"]) > 1 else []
+    return "\n".join([text(line), *(f"  {each['layout']}  {text(each)}" for each in several)])
+
+
 def pairs(lines: Sequence[tuple[str, str]]) -> str:
     """Names and values, aligned."""
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
-def owners(found: OwnersReply, names: Names) -> str:
-    """A table of owners."""
-    head = ("owner", "held", "evictable", "floor", "ceiling", "weight", "evicted", "refused")
+def owners(found: Sequence[OwnersOf], names: Names) -> str:
+    """A table of owners; with several layouts, of each in each of them."""
+    head = ("layout", "owner", "held", "evictable", "floor", "ceiling", "weight", "evicted", "refused")
     rows = [
         (
+            each.layout,
             _owner(line.owner, names),
             str(line.held),
             str(line.evictable),
@@ -72,15 +111,18 @@ def owners(found: OwnersReply, names: Names) -> str:
             str(line.evicted),
             _labelled({count.label: count.value for count in line.refused}),
         )
-        for line in found.owners
+        for each in found
+        for line in each.reply.owners
     ]
-    rest = [f"and {found.left_off} owners that hold less"] if found.left_off else []
-    return "\n".join([_table([head, *rows]), *rest])
+    left_off = sum(each.reply.left_off for each in found)
+    rest = [f"and {left_off} owners that hold less"] if left_off else []
+    return "\n".join([_table(_without_layout([head, *rows], len(found))), *rest])
 
 
-def owner_fields(line: OwnerLine, names: Names) -> dict[str, Any]:
+def owner_fields(layout: str, line: OwnerLine, names: Names) -> dict[str, Any]:
     """One owner for scripts."""
     return {
+        "layout": layout,
         "owner": line.owner.hex(),
         "tenant": names.get(line.owner),
         "held": line.held,
@@ -93,11 +135,12 @@ def owner_fields(line: OwnerLine, names: Names) -> dict[str, Any]:
     }
 
 
-def blocks(found: Sequence[ListedBlock], names: Names) -> str:
-    """A table of blocks."""
-    head = ("slot", "block", "parent", "namespace", "priority", "deadline", "owner", "state")
+def blocks(found: Sequence[tuple[str, ListedBlock]], names: Names, num_layouts: int = 1) -> str:
+    """A table of blocks and the layouts they are of."""
+    head = ("layout", "slot", "block", "parent", "namespace", "priority", "deadline", "owner", "state")
     rows = [
         (
+            layout,
             str(block.slot),
             block.block_hash.hex()[:8],
             "-" if block.parent is None else block.parent.hex()[:8],
@@ -107,14 +150,15 @@ def blocks(found: Sequence[ListedBlock], names: Names) -> str:
             _owner(block.owner, names),
             block.state,
         )
-        for block in found
+        for layout, block in found
     ]
-    return _table([head, *rows])
+    return _table(_without_layout([head, *rows], num_layouts))
 
 
-def block_fields(block: ListedBlock, names: Names) -> dict[str, Any]:
+def block_fields(layout: str, block: ListedBlock, names: Names) -> dict[str, Any]:
     """One block for scripts."""
     return {
+        "layout": layout,
         "slot": block.slot,
         "block_hash": block.block_hash.hex(),
         "parent_hash": None if block.parent is None else block.parent.hex(),
@@ -128,12 +172,13 @@ def block_fields(block: ListedBlock, names: Names) -> dict[str, Any]:
 
 
 def top_fields(
-    before: Mapping[str, Any], now: Mapping[str, Any], found: OwnersReply, names: Names, seconds: float
+    before: Mapping[str, Any], now: Mapping[str, Any], found: Sequence[OwnersOf], names: Names, seconds: float
 ) -> dict[str, Any]:
     """One look of `top` for scripts: what is there, and what happened in the seconds before it."""
+    layouts = [_layout_look(then, line, seconds) for then, line in zip(before["layouts"], now["layouts"], strict=True)]
 
     def rate(name: str) -> float:
-        return round((now[name] - before[name]) / seconds, 3)
+        return round(max(0, now[name] - before[name]) / seconds, 3)
 
     asked = now["looked_up"] - before["looked_up"]
     return {
@@ -145,14 +190,35 @@ def top_fields(
         "looked_up_per_s": rate("looked_up"),
         "stored_per_s": rate("stored"),
         "loaded_per_s": rate("loaded"),
+        "stored_bytes_per_s": sum(look["stored_bytes_per_s"] for look in layouts),
+        "loaded_bytes_per_s": sum(look["loaded_bytes_per_s"] for look in layouts),
+        "layouts": [look for look in layouts if look["layout"]],
+        "owners": [owner_fields(layout, line, names) for layout, line in _largest(found)[:50]],
+    }
+
+
+def _layout_look(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """What one layout has, and what happened to it; counters of a part that was cut anew meanwhile begin again."""
+
+    def rate(name: str) -> float:
+        was = before[name] if before["fingerprint"] == now["fingerprint"] else 0
+        return round(max(0, now[name] - was) / seconds, 3)
+
+    return {
+        "layout": now["fingerprint"],
+        "label": now["label"],
+        "part": now["name"],
+        **{name: now[name] for name in ("sessions", "capacity_slots", "used", "leased", "unverified")},
+        "looked_up_per_s": rate("looked_up"),
+        "found_per_s": rate("found"),
+        "evicted_per_s": rate("evicted"),
         "stored_bytes_per_s": rate("stored") * now["slot_bytes"],
         "loaded_bytes_per_s": rate("loaded") * now["slot_bytes"],
-        "owners": [owner_fields(line, names) for line in found.owners[:50]],
     }
 
 
 def top(
-    before: Mapping[str, Any], now: Mapping[str, Any], found: OwnersReply, names: Names, seconds: float
+    before: Mapping[str, Any], now: Mapping[str, Any], found: Sequence[OwnersOf], names: Names, seconds: float
 ) -> RenderableType:
     """One look of the live view."""
     from rich.console import Group
@@ -172,14 +238,36 @@ def top(
     bands = Table("priority", "blocks", "share", box=None, header_style="bold")
     for priority, count in sorted(look["used_by_priority"].items(), key=lambda pair: -int(pair[0])):
         bands.add_row(priority, str(count), f"{100 * count / max(1, look['used']):.1f} %")
-    shares = Table("owner", "held", "floor", "ceiling", "evicted", "refused", box=None, header_style="bold")
-    for line in found.owners[:20]:
+    shares = Table("layout", "owner", "held", "floor", "ceiling", "evicted", "refused", box=None, header_style="bold")
+    for layout, line in _largest(found)[:20]:
         refused = sum(count.value for count in line.refused)
         ceiling = "-" if line.ceiling is None else str(line.ceiling)
         shares.add_row(
-            _owner(line.owner, names), str(line.held), str(line.floor), ceiling, str(line.evicted), str(refused)
+            layout, _owner(line.owner, names), str(line.held), str(line.floor), ceiling, str(line.evicted), str(refused)
         )
-    return Group(head, "", bands, "", shares)
+    parts = Table("layout", "label", "blocks", "of", "engines", "store", "load", box=None, header_style="bold")
+    for line in look["layouts"]:
+        parts.add_row(
+            line["layout"],
+            line["label"] or "-",
+            str(line["used"]),
+            str(line["capacity_slots"]),
+            str(line["sessions"]),
+            f"{_size(line['stored_bytes_per_s'])}/s",
+            f"{_size(line['loaded_bytes_per_s'])}/s",
+        )
+    return Group(head, "", parts, "", bands, "", shares)
+
+
+def _largest(found: Sequence[OwnersOf]) -> list[tuple[str, OwnerLine]]:
+    """Those that hold most, of whatever layout."""
+    lines = [(each.layout, line) for each in found for line in each.reply.owners]
+    return sorted(lines, key=lambda pair: -pair[1].held)
+
+
+def _without_layout(rows: Sequence[Sequence[str]], num_layouts: int) -> Sequence[Sequence[str]]:
+    """Where there is one layout only, no row need name it."""
+    return rows if num_layouts > 1 else [row[1:] for row in rows]
 
 
 def _owner(owner: bytes, names: Names) -> str:

@@ -24,11 +24,13 @@ from cached import machine
 from cached.arena import Arena
 from cached.config import CachedConfig
 from cached.errors import ArenaError, CachedError, PeerError
+from cached.keys import fingerprint
 from cached.offers import Unverified
+from cached.part import Part, TierSettings
 from cached.protocol import TABLE, HelloRefused, TierStatistics
 from cached.session import Outgoing, Peer, Session, State
 from cached.store import BlockStore
-from cached.tier import Tier, TierSettings
+from cached.tier import Tier
 
 RECEIVE_BYTES = 64 * 1024
 """Below the size from which the allocator maps and unmaps memory for every call."""
@@ -42,7 +44,7 @@ MAX_REFUSED = 64
 """Refused peers whose sockets stay open until they have read why."""
 
 _PEERCRED = struct.Struct("3i")
-_Verdict = tuple[BlockStore, Unverified, bool]
+_Verdict = tuple[Part, BlockStore, Unverified, bool]
 
 log = structlog.get_logger("cached")
 
@@ -79,7 +81,7 @@ class Server:
         )
         # Ids of a former life must mean nothing in this one: 2³² of them per start, chosen at random.
         first_id = (int.from_bytes(os.urandom(4), "big") >> 1 | 1) << 32
-        self.tier = Tier(arena, self._settings, first_id, boottime())
+        self.tier = Tier(arena.parts, self._settings, first_id, boottime())
         self.snapshot: TierStatistics = self.tier.statistics()
         """The last statistics; replaced, never changed, so that any thread may read it."""
         self._epoll = select.epoll()
@@ -92,7 +94,7 @@ class Server:
         self._accept_again_at: float | None = None
         self._wake_in, self._wake_out = socket.socketpair()
         self._stopping = False
-        self._to_verify: queue.SimpleQueue[tuple[BlockStore, list[Unverified]] | None] = queue.SimpleQueue()
+        self._to_verify: queue.SimpleQueue[tuple[Part, BlockStore, list[Unverified]] | None] = queue.SimpleQueue()
         self._verdicts: queue.SimpleQueue[_Verdict] = queue.SimpleQueue()
         self._num_verifying = 0
         self._snapshot_at = 0.0
@@ -137,7 +139,8 @@ class Server:
         if now >= self._look_at:
             self._look_at = now + TICK_S
             self._look_at_socket()
-            self._look_at_payload()
+            self._look_at_payloads()
+            self._look_for_the_gone()
         self._close_refused(now)
         self._verify_some()
         if self._watched:
@@ -148,14 +151,26 @@ class Server:
             log.warning("peer said nothing", pid=connection.pid, waited_s=HELLO_TIMEOUT_S)
             self._end(connection)
 
-    def _look_at_payload(self) -> None:
-        try:
-            if self._arena.mend():
-                log.error("the payload was cut short or holed by a peer; it is whole again and every block is verified")
-                self.tier.mended()
-        except ArenaError as error:
-            log.error("the payload was cut short by a peer and cannot be mended", reason=str(error))
-            self.tier.mended()
+    def _look_at_payloads(self) -> None:
+        for part in self.tier.parts:
+            try:
+                if part.files.mend():
+                    log.error(
+                        "a payload was cut short or holed by a peer; it is whole again and every block is verified"
+                    )
+                    part.mended()
+            except ArenaError as error:
+                log.error("a payload was cut short by a peer and cannot be mended", reason=str(error))
+                part.mended()
+
+    def _look_for_the_gone(self) -> None:
+        """Who is in quarantine and cannot be watched is gone when the kernel has dropped its lock."""
+        locks, waiting = self._arena.peer_locks, self.tier.quarantined()
+        for session in waiting.keys() - self._watched.values():
+            if locks.is_released(waiting[session].client_id):
+                log.info("a peer's lock is released: it is gone", session=session)
+                self.tier.process_gone(session)
+        locks.keep_only(self.tier.clients())
 
     def _look_at_socket(self) -> None:
         """Whoever cleans up directories of sockets may remove one that is in use: nobody new would reach this daemon,
@@ -193,11 +208,11 @@ class Server:
         self.tier.allocated()
         while True:
             try:
-                store, item, is_sound = self._verdicts.get_nowait()
+                part, store, item, is_sound = self._verdicts.get_nowait()
             except queue.Empty:
                 return
             self._num_verifying -= 1
-            if store is self.tier.store and store.verified(item, is_sound):
+            if store is part.store and store.verified(item, is_sound):
                 log.warning("block failed verification and is dropped", slot=item.slot)
 
     # --- Peers ----------------------------------------------------------------------------------------------
@@ -273,8 +288,7 @@ class Server:
 
     def _send(self, connection: Connection, outgoing: Outgoing) -> None:
         if outgoing.with_payload:
-            sent = socket.send_fds(connection.sock, [outgoing.frame], [self._arena.payload_fd])
-            log.info("engine connected", pid=connection.pid, session=connection.session.number)
+            sent = self._send_welcome(connection, outgoing.frame)
         elif connection.outbox:
             sent = 0
         else:
@@ -287,6 +301,26 @@ class Server:
             self._epoll.modify(connection.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
             if len(connection.outbox) > MAX_OUTBOX_BYTES:
                 raise PeerError(f"{len(connection.outbox)} bytes of replies were not read")
+
+    def _send_welcome(self, connection: Connection, frame: bytes) -> int:
+        session = connection.session
+        assert session.part is not None
+        files = session.part.files
+        lock = self._arena.peer_locks.give(session.holder.client_id)
+        try:
+            sent = socket.send_fds(connection.sock, [frame], [files.payload_fd, lock])
+        finally:
+            os.close(lock)  # The lock is the open file's, which is the peer's alone from now on.
+        assert files.layout is not None
+        log.info(
+            "engine connected",
+            pid=connection.pid,
+            session=session.number,
+            layout=fingerprint(files.layout.fingerprint),
+            label=files.label,
+            slots=files.num_slots,
+        )
+        return sent
 
     def _flush(self, connection: Connection) -> None:
         if connection.outbox:
@@ -313,7 +347,7 @@ class Server:
             self._handlers[pidfd] = lambda _events: self._former_gone(pidfd)
             return
         elif unsettled:
-            log.error("cannot see the peer's process: what it held stays in quarantine", pid=connection.pid)
+            log.warning("cannot see the peer's process: what it held waits until its lock is released", session=number)
         if pidfd is not None:
             self._forget(pidfd)
             os.close(pidfd)
@@ -329,7 +363,7 @@ class Server:
     def _watch_former(self, session: int, pid: int, started: int) -> None:
         if pid <= 0:
             # In a namespace of processes that is not seen from here: not being visible says nothing of being gone.
-            log.error("cannot see the former peer's process: what it held stays in quarantine until it settles")
+            log.warning("cannot see the former peer's process: what it held waits until its lock is released")
             return
         if start_time_of(pid) != started:
             self.tier.process_gone(session)
@@ -386,19 +420,20 @@ class Server:
             log.error("the arena stays smaller than asked", reason=str(error), bytes=self._arena.allocated_bytes)
 
     def _verify_some(self) -> None:
-        if self._num_verifying or self.tier.store is None:
+        if self._num_verifying:
             return
-        batch = self.tier.next_unverified(VERIFY_BATCH)
-        if batch:
+        found = self.tier.next_unverified(VERIFY_BATCH)
+        if found is not None:
+            part, batch = found
             self._num_verifying = len(batch)
-            self._to_verify.put((self.tier.store, batch))
+            self._to_verify.put((part, part.require_store(), batch))
 
     def _verify(self) -> None:
         buffer = bytearray()
         while (job := self._to_verify.get()) is not None:
-            store, batch = job
+            part, store, batch = job
             for item in batch:
-                self._verdicts.put((store, item, self._arena.is_sound(item.slot, item.checksum, buffer)))
+                self._verdicts.put((part, store, item, part.files.is_sound(item.slot, item.checksum, buffer)))
             self._wake()
 
     def _wake(self) -> None:

@@ -1,7 +1,7 @@
 """One peer's conversation, without I/O: bytes in, frames out, and the table of what may be said when.
 
 Decides which messages are legal in which state and answers each through the tier. The server owns the socket, attaches
-the payload's descriptor where a frame asks for it, and closes the connection when a PeerError comes out of here.
+the descriptors where a frame asks for them, and closes the connection when a PeerError comes out of here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from cached import inspection
 from cached.errors import PeerError
+from cached.events import Run
+from cached.part import Part, TierSettings
 from cached.protocol import (
     COMMIT_OUTCOMES,
     MAX_FRAME_BYTES,
@@ -63,7 +65,8 @@ from cached.protocol import (
 )
 from cached.records import Holder
 from cached.shares import NO_TABLE
-from cached.tier import Admitted, NotAdmitted, Tier, TierSettings
+from cached.store import BlockStore
+from cached.tier import Admitted, NotAdmitted, Tier
 from cached.wire import FrameReader
 
 _CODE_OF = {outcome: code for code, outcome in enumerate(COMMIT_OUTCOMES)}
@@ -90,7 +93,7 @@ LEGAL: dict[State, frozenset[type]] = {
 
 
 class Outgoing(NamedTuple):
-    """A frame to send; `with_payload`: together with the payload's descriptor."""
+    """A frame to send; `with_payload`: together with the descriptors of its part's payload and of its client's lock."""
 
     frame: bytes
     with_payload: bool = False
@@ -111,11 +114,13 @@ class Session:
     ) -> None:
         self.state = State.NEW
         self.number = 0
+        self.part: Part | None = None
+        """Where an engine's blocks are."""
         self._tier = tier
         self._settings = settings
         self._peer = peer
         self._shown = shown
-        self._holder = Holder(peer.pid, peer.started, b"")
+        self.holder = Holder(peer.pid, peer.started, b"")
         self._reader = FrameReader(MAX_FRAME_BYTES)
         self._verbs: dict[type, Callable[[Any, float], Any]] = {
             Hello: self._hello,
@@ -165,20 +170,22 @@ class Session:
             case NotAdmitted(reason, text):
                 self.state = State.CLOSED
                 return HelloRefused(message.request_id, reason, text)
-            case Admitted(session, layout):
-                self.number = session
-                self.state = State.OBSERVER if layout is None else State.ENGINE
-                self._holder = Holder(self._peer.pid, self._peer.started, message.client_id)
-                arena = self._tier.arena
-                sizes = (0, 0, 0) if layout is None else (arena.slot_bytes, arena.num_slots, arena.payload_bytes)
+            case Admitted(session, part):
+                self.number, self.part = session, part
+                self.state = State.OBSERVER if part is None else State.ENGINE
+                self.holder = Holder(self._peer.pid, self._peer.started, message.client_id)
+                sizes = (0, 0, 0, 0)
+                if part is not None:
+                    files = part.files
+                    sizes = files.slot_bytes, files.num_slots, files.payload_bytes, files.registration_bytes
                 ttls = self._settings.lease_ttl_s, self._settings.reservation_ttl_s
                 return Welcome(message.request_id, PROTOCOL_VERSION, session, *sizes, *ttls)
 
     def _lookup(self, message: Lookup, now: float) -> LookupReply:
-        return LookupReply(message.request_id, self._tier.lookup(message.hashes, now))
+        return LookupReply(message.request_id, self._mine.lookup(message.hashes, now))
 
     def _lease(self, message: Lease, now: float) -> LeaseReply:
-        run = self._tier.lease(self.number, message.hashes, now)
+        run = self._mine.lease(self.number, message.hashes, now)
         if run is None:
             return LeaseReply(message.request_id, 0, b"", b"", b"", b"", b"", b"")
         columns = self._store.blocks
@@ -197,7 +204,7 @@ class Session:
         return ReleaseReply(message.request_id, self._store.release(self.number, message.lease_id, now))
 
     def _reserve(self, message: Reserve, now: float) -> ReserveReply:
-        decided = self._tier.reserve(self.number, message, now)
+        decided = self._mine.reserve(self.number, message, now)
         first, slots = decided.first_reservation, decided.slots
         return ReserveReply(message.request_id, decided.outcomes, u64s(range(first, first + len(slots))), u32s(slots))
 
@@ -213,11 +220,11 @@ class Session:
         return Done(message.request_id)
 
     def _touch(self, message: Touch, now: float) -> Done:
-        self._tier.touch(message, now)
+        self._mine.touch(message, now)
         return Done(message.request_id)
 
     def _suspect(self, message: Suspect, now: float) -> Done:
-        self._tier.suspect(message.hashes)
+        self._mine.suspect(message.hashes)
         return Done(message.request_id)
 
     def _drop(self, message: Drop, now: float) -> DropReply:
@@ -228,11 +235,12 @@ class Session:
         return Stats(message.request_id, self._tier.statistics())
 
     def _set_owners(self, message: SetOwners, now: float) -> OwnersSet:
-        outcome, version = self._tier.set_owners(message, now)
+        outcome, version = self._mine.set_owners(message, now)
         return OwnersSet(message.request_id, outcome, version)
 
     def _owners(self, message: OwnersRequest, now: float) -> OwnersReply:
-        store = self._tier.store
+        part = self._asked_about(message.part)
+        store = None if part is None else part.store
         if store is None:
             return inspection.list_owners(message.request_id, None, NO_TABLE)
         return inspection.list_owners(message.request_id, store.contents, store.shares)
@@ -242,13 +250,14 @@ class Session:
             raise PeerError(f"a namespace's fingerprint has {NAMESPACE_FINGERPRINT_BYTES} bytes, or none for all")
         wanted = read_u32s(message.namespace)[0] if message.namespace else None
         self._tier.expire(now)
-        store = self._tier.store
-        contents = None if store is None else store.contents
+        part = self._asked_about(message.part)
+        contents = None if part is None or part.store is None else part.store.contents
         return inspection.list_blocks(message.request_id, contents, wanted, message.after)
 
     def _events(self, message: EventsRequest, now: float) -> EventsReply:
         self._tier.expire(now)
-        run = self._tier.happened(message.after)
+        part = self._asked_about(message.part)
+        run = Run(1, [], message.after != 0) if part is None else part.happened(message.after)
         return inspection.show_events(message.request_id, self._tier.incarnation(), run)
 
     def _config(self, message: ConfigRequest, now: float) -> ConfigReply:
@@ -258,17 +267,24 @@ class Session:
         return VerifyReply(message.request_id, self._tier.verify_all())
 
     def _settled(self, message: Settled, now: float) -> None:
-        self._tier.settled(self.number, self._holder)
+        self._tier.settled(self.number, self.holder)
 
     def _bye(self, message: Bye, now: float) -> None:
         self.state = State.CLOSED
         self._tier.end_session(self.number, clean=True, now=now)
 
+    def _asked_about(self, number: int) -> Part | None:
+        """An engine is told of its own layout, whatever it asks; an observer of the one it names."""
+        return self.part if self.part is not None else self._tier.part_at(number)
+
     @property
-    def _store(self) -> Any:
-        store = self._tier.store
-        assert store is not None, "an engine's session exists only with a layout"
-        return store
+    def _mine(self) -> Part:
+        assert self.part is not None, "an engine's session exists only with a part"
+        return self.part
+
+    @property
+    def _store(self) -> BlockStore:
+        return self._mine.require_store()
 
 
 def _u64_column(column: bytes) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from cached.keys import HASH_BYTES, OWNER_BYTES
+from cached.places import SlotPlaces
 from cached.protocol import (
     COMMIT_OUTCOMES,
     EVENT_KINDS,
@@ -112,7 +113,7 @@ def leased_blocks(reply: LeaseReply, welcome: Welcome) -> tuple[LeasedBlock, ...
     """Where the blocks of a lease lie."""
     slots = read_u32s(reply.slots)
     rows = zip(
-        slots,
+        _places(welcome).offsets(slots),
         read_u64s(reply.generations),
         read_u64s(reply.checksums),
         reply.priorities,
@@ -124,15 +125,19 @@ def leased_blocks(reply: LeaseReply, welcome: Welcome) -> tuple[LeasedBlock, ...
         raise ValueError("a leased block lies beyond the payload")
     return tuple(
         LeasedBlock(
-            slot * welcome.slot_bytes,
+            offset,
             generation,
             checksum,
             priority,
             None if deadline == NEVER else deadline,
             "drop" if drops else "demote",
         )
-        for slot, generation, checksum, priority, deadline, drops in rows
+        for offset, generation, checksum, priority, deadline, drops in rows
     )
+
+
+def _places(welcome: Welcome) -> SlotPlaces:
+    return SlotPlaces(welcome.slot_bytes, welcome.registration_bytes)
 
 
 def reserve_outcomes(reply: ReserveReply, num_asked: int, welcome: Welcome) -> list[ReserveOutcome]:
@@ -143,8 +148,7 @@ def reserve_outcomes(reply: ReserveReply, num_asked: int, welcome: Welcome) -> l
         raise ValueError("the columns of a reply to a reserve do not fit together")
     if slots and max(slots) >= welcome.num_slots:
         raise ValueError("a reserved slot lies beyond the payload")
-    slot_bytes = welcome.slot_bytes
-    granted = map(Reserved, numbers, [slot * slot_bytes for slot in slots])
+    granted = map(Reserved, numbers, _places(welcome).offsets(slots))
     if num_granted == num_asked:
         return list(granted)
     return [next(granted) if code == RESERVED else _not_reserved(code) for code in reply.outcomes]
@@ -221,9 +225,9 @@ def listed_blocks(reply: ListReply) -> Iterator[ListedBlock]:
 
 
 def statistics_fields(statistics: TierStatistics) -> dict[str, object]:
-    """Statistics by name, labelled counts as dicts."""
+    """Statistics by name, labelled counts and layouts as dicts."""
     fields: dict[str, object] = asdict(statistics)
     for name, value in fields.items():
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and name != "layouts":
             fields[name] = {count["label"]: count["value"] for count in value}
     return fields

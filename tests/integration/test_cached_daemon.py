@@ -716,7 +716,8 @@ def test_a_start_with_another_size_keeps_what_fits(daemon: Daemon, slots: int) -
 
 def test_arena_and_socket_are_private(daemon: Daemon) -> None:
     assert daemon.arena_dir.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in daemon.arena_dir.iterdir()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in daemon.arena_dir.rglob("*") if path.is_file()} == {0o600}
+    assert (daemon.arena_dir / "peers").stat().st_mode & 0o777 == 0o700
     assert daemon.socket.stat().st_mode & 0o777 == 0o660
 
 

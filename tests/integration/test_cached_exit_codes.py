@@ -48,7 +48,7 @@ def test_an_arena_of_another_user_is_a_fault_of_permission(directory: Path) -> N
 def test_only_what_no_second_try_changes_is_final(
     directory: Path, monkeypatch: pytest.MonkeyPatch, cause: OSError | None, code: Exit, is_final: bool
 ) -> None:
-    def refuse(*_: object) -> Arena:
+    def refuse(*_: object, **__: object) -> Arena:
         raise ArenaError("cannot open the arena") from cause
 
     monkeypatch.setattr(cached.main.Arena, "open", refuse)

@@ -37,7 +37,7 @@ def test_a_table_of_owners_that_cannot_be_kept_does_not_end_the_daemon() -> None
 
 def test_a_layout_whose_table_finds_no_room_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arena = Arena.open(tmp_path / "arena", 2**20)
-    tier = Tier(arena, TierSettings(1.0, 1.0, 0.0), 1, 0.0)
+    tier = Tier(arena.parts, TierSettings(1.0, 1.0, 0.0), 1, 0.0)
     allocate = os.posix_fallocate
 
     def full(fd: int, offset: int, length: int) -> None:
@@ -45,7 +45,9 @@ def test_a_layout_whose_table_finds_no_room_is_refused(monkeypatch: pytest.Monke
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(fd, offset, length)
 
-    hello = Hello(1, PROTOCOL_VERSION, bytes(CLIENT_ID_BYTES), self_test_vector(), Layout(b"a layout", 4096, 16))
+    hello = Hello(
+        1, PROTOCOL_VERSION, bytes(CLIENT_ID_BYTES), self_test_vector(), Layout(b"a layout", 4096, 16), "a label"
+    )
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert isinstance(tier.admit(hello, 1, 1, 0.0), NotAdmitted)
     assert tier.statistics().capacity_slots == 0

@@ -46,8 +46,9 @@ def _frames() -> list[str]:
         f"at most {protocol.MAX_HASHES} hashes in a lookup, lease or suspect and {protocol.MAX_ROWS} rows elsewhere; at most "
         f"{protocol.MAX_OWNERS} owners in a table.",
         "",
-        "Peers are checked by `SO_PEERCRED`. `Welcome` to an engine carries one descriptor (SCM_RIGHTS): the payload. Slot *n* "
-        "begins at byte *n* × `slot_bytes`.",
+        "Peers are checked by `SO_PEERCRED`. `Welcome` to an engine carries two descriptors (SCM_RIGHTS): the payload of its layout, and "
+        "a lock, held already, that the engine keeps open while a copy of its may be under way: where the daemon cannot see its "
+        "process, what it held is free again when the kernel has dropped the lock.",
         "",
     ]
 
@@ -69,7 +70,14 @@ def _messages() -> list[str]:
 
 def _values() -> list[str]:
     lines = ["## Values within messages", ""]
-    for kind in (protocol.Layout, protocol.Count, protocol.OwnerLine, protocol.Setting, protocol.TierStatistics):
+    for kind in (
+        protocol.Layout,
+        protocol.Count,
+        protocol.OwnerLine,
+        protocol.Setting,
+        protocol.LayoutLine,
+        protocol.TierStatistics,
+    ):
         lines += [f"### {kind.__name__}", "", _text(kind), "", *_fields(kind)]
     return [
         *lines,
@@ -101,6 +109,12 @@ def _metrics() -> list[str]:
     for name, (label, text) in metrics.FAMILIES.items():
         kind = "gauge" if name.startswith("used") else "counter"
         rows.append((f"{metrics.PREFIX}{name}{'' if kind == 'gauge' else '_total'}", f"{kind} by {label}", text))
+    by = f"by {', '.join(metrics.LAYOUT_LABELS)}"
+    rows += [(metrics.LAYOUT_PREFIX + name, f"gauge {by}", text) for name, text in metrics.LAYOUT_GAUGES.items()]
+    rows += [
+        (f"{metrics.LAYOUT_PREFIX}{name}_total", f"counter {by}", text)
+        for name, text in metrics.LAYOUT_COUNTERS.items()
+    ]
     return [*lines, *(f"| `{name}` | {kind} | {text} |" for name, kind, text in rows), ""]
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cached.arena import Arena
+from cached.arena_part import ArenaPart
 from cached.errors import ArenaError
+from cached.parts import PartPlan
+from cached.places import SlotPlaces
 from cached.protocol import Layout
 from cached.records import (
     HEADER_BYTES,
@@ -28,11 +35,18 @@ from cached.records import (
 LAYOUT = Layout(b"layout", 5000, 16)
 OLD = StoredRecord(1, 35, 7, 5000, b"o" * 32, b"p" * 32, b"w" * 16, 12.5, 99, 3, 4)
 NEW = OLD._replace(key=b"n" * 32, priority=80, generation=9)
+HEADER = Header(b"b" * 16, 3, 2**36, 7, 8192, LAYOUT, "a model")
 HOLDER = Holder(123, 456, b"c" * 16)
 
 
-def open_arena(directory: Path, size: int = 2**20) -> Arena:
-    return Arena.open(directory / "arena", size)
+def open_arena(directory: Path, size: int = 2**20, **more: Any) -> Arena:
+    return Arena.open(directory / "arena", size, **more)
+
+
+def part_of(arena: Arena) -> ArenaPart:
+    """The only part there is."""
+    [part] = arena.parts
+    return part
 
 
 def test_records_come_back_as_they_were_written() -> None:
@@ -64,9 +78,9 @@ def test_a_write_torn_anywhere_leaves_old_or_new_or_nothing(before: bytes, after
 
 
 def test_a_torn_header_is_no_header() -> None:
-    data = pack_header(Header(b"b" * 16, 7, 8192, LAYOUT))
-    other = pack_header(Header(b"b" * 16, 9, 4096, Layout(b"another", 1, 2)))
-    assert unpack_header(data) == Header(b"b" * 16, 7, 8192, LAYOUT)
+    data = pack_header(HEADER)
+    other = pack_header(Header(b"c" * 16, 9, 2**30, 7, 4096, Layout(b"another", 1, 2), "other"))
+    assert unpack_header(data) == HEADER
 
     for cut in range(len(data)):
         assert unpack_header(data[:cut] + other[cut:]) in (unpack_header(data), unpack_header(other), None)
@@ -74,42 +88,42 @@ def test_a_torn_header_is_no_header() -> None:
 
 def test_records_survive_their_daemon(tmp_path: Path) -> None:
     arena = open_arena(tmp_path)
-    arena.format(LAYOUT)
-    arena.write_stored([3], [OLD])
-    arena.write_reserved([4], HOLDER)
-    arena.write_stored([5], [OLD])
-    arena.clear(5)
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_stored([3], [OLD])
+    part_of(arena).write_reserved([4], HOLDER)
+    part_of(arena).write_stored([5], [OLD])
+    part_of(arena).clear(5)
     arena.close(keep=True)
 
     arena = open_arena(tmp_path)
 
-    assert arena.layout == LAYOUT
-    assert dict(arena.scan()) == {3: OLD, 4: HOLDER}
+    assert part_of(arena).layout == LAYOUT
+    assert dict(part_of(arena).scan()) == {3: OLD, 4: HOLDER}
     arena.close(keep=True)
 
 
 def test_a_new_layout_leaves_no_record_of_the_old(tmp_path: Path) -> None:
     arena = open_arena(tmp_path)
-    arena.format(LAYOUT)
-    arena.write_stored([3], [OLD])
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_stored([3], [OLD])
 
-    arena.format(Layout(b"other", 9000, 16))
+    part_of(arena).format(Layout(b"other", 9000, 16))
 
-    assert dict(arena.scan()) == {}
+    assert dict(part_of(arena).scan()) == {}
     arena.close(keep=True)
 
 
 def test_an_arena_of_another_boot_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kv-semantics 2.7: its deadlines are on a clock that has begun anew."""
     arena = open_arena(tmp_path)
-    arena.format(LAYOUT)
-    arena.write_stored([3], [OLD])
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_stored([3], [OLD])
     arena.close(keep=True)
     monkeypatch.setattr("cached.arena._boot_id", lambda: b"another boot ..."[:16])
 
     arena = open_arena(tmp_path)
 
-    assert arena.layout is None
+    assert part_of(arena).layout is None
     arena.close(keep=True)
 
 
@@ -133,15 +147,15 @@ def test_a_link_in_the_arenas_place_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_payload_cut_short_by_a_peer_is_not_sound(tmp_path: Path) -> None:
     arena = open_arena(tmp_path)
-    arena.format(LAYOUT)
+    part_of(arena).format(LAYOUT)
     from xxhash import xxh3_64_intdigest
 
     checksum = xxh3_64_intdigest(bytes(5000))
-    assert arena.is_sound(3, checksum)
+    assert part_of(arena).is_sound(3, checksum)
 
-    os.truncate(arena.payload_fd, 4096)
+    os.truncate(part_of(arena).payload_fd, 4096)
 
-    assert not arena.is_sound(3, checksum)
+    assert not part_of(arena).is_sound(3, checksum)
     arena.close(keep=True)
 
 
@@ -151,13 +165,13 @@ def test_the_payload_is_allocated_in_full(tmp_path: Path) -> None:
     while arena.allocate_next():
         pass
 
-    assert os.fstat(arena.payload_fd).st_blocks * 512 >= 3 * 2**20
+    assert os.fstat(part_of(arena).payload_fd).st_blocks * 512 >= 3 * 2**20
     assert arena.allocated_bytes == arena.payload_bytes
     arena.close(keep=True)
 
 
 def test_no_room_names_the_numbers_and_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cached.arena._free_bytes", lambda _directory: 1000)
+    monkeypatch.setattr("cached.arena.free_bytes", lambda _directory: 1000)
 
     with pytest.raises(ArenaError, match=r"needs 1048576 more bytes in .*arena, where 1000 are free"):
         open_arena(tmp_path)
@@ -169,20 +183,224 @@ def test_a_table_of_garbage_is_replaced(tmp_path: Path) -> None:
 
     arena = open_arena(tmp_path)
 
-    assert arena.layout is None
+    assert part_of(arena).layout is None
     arena.close(keep=True)
 
 
 def test_locking_more_than_the_limit_names_limit_and_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root locks what it likes, so the kernel's refusal is played."""
+    """Before a byte of it is allocated: an arena of hundreds of gigabytes is not filled first and refused then."""
+    monkeypatch.setattr("cached.machine.lock_limit", lambda: 65536)
+
+    with pytest.raises(ArenaError, match=r"needs 1048576 bytes and RLIMIT_MEMLOCK is 65536 bytes"):
+        open_arena(tmp_path, mlock=True)
+
+    assert (tmp_path / "arena" / "payload").stat().st_blocks == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not lock")
+def test_the_kernels_limit_counts_for_whoever_has_no_right_to_lock(tmp_path: Path) -> None:
+    """Root locks what it likes, so somebody else tries, with the kernel's own limit."""
+    home = tmp_path / "nobody"
+    home.mkdir()
+    os.chown(home, 65534, 65534)
+    program = f"""
+import os, resource, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from cached.arena import Arena
+from cached.errors import ArenaError
+home = os.open({str(home)!r}, os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**17, 2**17))
+os.setuid(65534)
+os.fchdir(home)  # Its ancestors are closed to nobody.
+arena = Arena.open(Path("fits"), 2**17, mlock=True)
+while arena.allocate_next(): pass
+locked = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmLck")]
+arena.close(keep=False)
+try:
+    Arena.open(Path("does-not"), 2**18, mlock=True)
+except ArenaError as error:
+    print(*locked, error)
+"""
+
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+    assert said.startswith("128 ")
+    assert "needs 262144 bytes and RLIMIT_MEMLOCK is 131072 bytes" in said
+
+
+def test_a_piece_that_cannot_be_locked_is_an_error_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may refuse whatever the limit says, such as when there is no memory to lock."""
 
     class Libc:
         def mlock(self, *_: object) -> int:
             ctypes.set_errno(errno.ENOMEM)
             return -1
 
-    monkeypatch.setattr("cached.arena.ctypes.CDLL", lambda *_, **__: Libc())
-    monkeypatch.setattr("cached.arena.resource.getrlimit", lambda _: (65536, 65536))
+    monkeypatch.setattr("cached.machine.lock_limit", lambda: None)
+    monkeypatch.setattr("cached.arena_part.ctypes.CDLL", lambda *_, **__: Libc())
 
-    with pytest.raises(ArenaError, match=r"needs 1048576 bytes and RLIMIT_MEMLOCK is 65536 bytes"):
-        Arena.open(tmp_path / "arena", 2**20, mlock=True)
+    with pytest.raises(ArenaError, match=r"bytes 0 to 1048576 of a payload of 1048576 bytes .*RLIMIT_MEMLOCK"):
+        open_arena(tmp_path, mlock=True)
+
+
+def test_an_arena_is_locked_piece_by_piece_as_it_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[tuple[int, int]] = []
+    monkeypatch.setattr("cached.machine.lock_limit", lambda: None)
+    monkeypatch.setattr("cached.arena_part.PIECE_BYTES", 2**18)
+    monkeypatch.setattr(ArenaPart, "_lock", lambda _part, start, size: locked.append((start, size)))
+
+    arena = open_arena(tmp_path, mlock=True)
+    assert arena.allocated_bytes == 2**18
+    while arena.allocate_next():
+        pass
+
+    assert locked == [(start, 2**18) for start in range(0, 2**20, 2**18)]
+    arena.close(keep=True)
+
+
+# --- Parts ---
+
+TWO = (PartPlan("first", 2**19), PartPlan("", 2**18))
+
+
+def test_parts_have_files_of_their_own_and_are_allocated_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cached.arena_part.PIECE_BYTES", 2**17)
+
+    arena = open_arena(tmp_path, plans=TWO)
+
+    first, common = arena.parts
+    assert (first.allocated_bytes, common.allocated_bytes) == (2**17, 2**17)
+    assert os.fstat(first.payload_fd).st_ino != os.fstat(common.payload_fd).st_ino
+    arena.allocate_next()
+    arena.allocate_next()
+    assert (first.allocated_bytes, common.allocated_bytes) == (2**18, 2**18)
+    while arena.allocate_next():
+        pass
+    assert (first.allocated_bytes, common.allocated_bytes) == (2**19, 2**18)
+    arena.close(keep=False)
+    assert not (tmp_path / "arena").exists()
+
+
+def test_each_part_keeps_its_records_whatever_comes_beside_it(tmp_path: Path) -> None:
+    arena = open_arena(tmp_path, plans=TWO)
+    for number, part in enumerate(arena.parts):
+        part.format(Layout(b"layout %d" % number, 5000, 16), f"model {number}")
+        part.write_stored([number], [OLD])
+    arena.close(keep=True)
+
+    arena = open_arena(tmp_path, plans=(PartPlan("another", 2**17), *TWO))
+
+    assert [(part.name, part.label, dict(part.scan()) if part.layout else None) for part in arena.parts] == [
+        ("another", "", None),
+        ("first", "model 0", {0: OLD}),
+        ("", "model 1", {1: OLD}),
+    ]
+    arena.close(keep=True)
+
+
+def test_a_part_that_is_not_configured_any_more_is_reclaimed(tmp_path: Path) -> None:
+    open_arena(tmp_path, plans=TWO).close(keep=True)
+    (tmp_path / "arena" / "mine.txt").write_text("not the daemon's")
+
+    arena = open_arena(tmp_path, 2**18)
+
+    names = {path.name for path in (tmp_path / "arena").iterdir()}
+    assert names == {"lock", "peers", "table", "payload", "mine.txt"}
+    arena.close(keep=True)
+
+
+def test_the_room_for_all_parts_is_counted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cached.arena.free_bytes", lambda _directory: 1000)
+
+    with pytest.raises(
+        ArenaError, match=r"arena of 786432 bytes needs 786432 more bytes in .*arena, where 1000 are free"
+    ):
+        open_arena(tmp_path, plans=TWO)
+
+
+# --- Chunks ---
+
+
+@pytest.mark.parametrize("chunk", [8192, 12288, 20480, 2**20, 2**36])
+def test_no_slot_crosses_the_end_of_a_registration(chunk: int) -> None:
+    places = SlotPlaces(8192, chunk)
+    payload = 10 * 12288
+
+    offsets = [places.offset(slot) for slot in range(places.slots_within(payload))]
+
+    assert offsets == places.offsets(range(len(offsets)))
+    assert all(offset // chunk == (offset + 8191) // chunk for offset in offsets)
+    assert all(after - before >= 8192 for before, after in itertools.pairwise(offsets))
+    assert offsets[-1] + 8192 <= payload
+    assert len(offsets) == payload // chunk * (chunk // 8192) + payload % chunk // 8192
+
+
+def test_slots_are_published_as_their_memory_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cached.arena_part.PIECE_BYTES", 2**17)
+    arena = open_arena(tmp_path, registration_bytes=20480)
+    part = part_of(arena)
+    part.format(LAYOUT)
+    seen = [part.allocated_slots]
+
+    while arena.allocate_next():
+        seen.append(part.allocated_slots)
+
+    assert seen == [part.places.slots_within(size) for size in range(2**17, 2**20 + 1, 2**17)]
+    assert seen[-1] == part.num_slots == 102
+    arena.close(keep=True)
+
+
+def test_other_chunks_keep_what_lies_where_it_lay(tmp_path: Path) -> None:
+    arena = open_arena(tmp_path, registration_bytes=2**30)
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_stored([3], [OLD])
+    arena.close(keep=True)
+
+    arena = open_arena(tmp_path, registration_bytes=2**20)
+
+    assert dict(part_of(arena).scan()) == {3: OLD}
+    arena.close(keep=True)
+
+
+def test_other_chunks_that_move_slots_begin_with_another_payload(tmp_path: Path) -> None:
+    """A writer of the old daemon's may still be at work in the old one."""
+    arena = open_arena(tmp_path, registration_bytes=2**30)
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_reserved([3], HOLDER)
+    old = os.dup(part_of(arena).payload_fd)
+    arena.close(keep=True)
+
+    arena = open_arena(tmp_path, registration_bytes=12288)
+
+    assert part_of(arena).layout is None
+    assert os.fstat(old).st_ino != os.fstat(part_of(arena).payload_fd).st_ino
+    os.close(old)
+    arena.close(keep=True)
+
+
+# --- Whose processes ---
+
+
+def test_pids_of_another_namespace_of_processes_mean_nothing_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container started anew has its own processes: number 123 of the former one is nobody, or somebody else."""
+    arena = open_arena(tmp_path)
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_reserved([3], HOLDER)
+    arena.close(keep=True)
+
+    monkeypatch.setattr("cached.machine.process_space", lambda: 77)
+    arena = open_arena(tmp_path)
+    assert dict(part_of(arena).scan()) == {3: HOLDER._replace(pid=0, started=0)}
+    arena.close(keep=True)
+
+    monkeypatch.undo()
+    arena = open_arena(tmp_path)
+    assert dict(part_of(arena).scan()) == {3: HOLDER._replace(pid=0, started=0)}
+    arena.close(keep=True)

@@ -47,11 +47,12 @@ class FakeDaemon:
         self._listener.listen(8)
         self._payload = os.memfd_create("payload")
         os.truncate(self._payload, PAYLOAD_BYTES)
+        self._lock = os.memfd_create("lock")
         threading.Thread(target=self._accept, daemon=True).start()
 
     def welcome(self, sock: socket.socket, hello: object) -> None:
-        welcome = Welcome(hello.request_id, PROTOCOL_VERSION, 1, 4096, 4, PAYLOAD_BYTES, 10, 30)  # type: ignore[attr-defined]
-        socket.send_fds(sock, [TABLE.encode(welcome)], [self._payload])
+        welcome = Welcome(hello.request_id, PROTOCOL_VERSION, 1, 4096, 4, PAYLOAD_BYTES, 2**30, 10, 30)  # type: ignore[attr-defined]
+        socket.send_fds(sock, [TABLE.encode(welcome)], [self._payload, self._lock])
 
     def _accept(self) -> None:
         while True:
@@ -143,7 +144,7 @@ def test_a_reservation_beyond_the_payload_is_refused(fake: FakeDaemon) -> None:
 
 def test_a_welcome_without_a_payload_is_no_welcome(fake: FakeDaemon) -> None:
     fake.greeting = lambda sock, hello: sock.sendall(
-        TABLE.encode(Welcome(hello.request_id, PROTOCOL_VERSION, 1, 4096, 4, PAYLOAD_BYTES, 10, 30))  # type: ignore[attr-defined]
+        TABLE.encode(Welcome(hello.request_id, PROTOCOL_VERSION, 1, 4096, 4, PAYLOAD_BYTES, 2**30, 10, 30))  # type: ignore[attr-defined]
     )
     client = make_client(fake)
 

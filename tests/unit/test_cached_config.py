@@ -16,8 +16,8 @@ from cached.cli import EXIT_ABSENT, cache
 from cached.config import CachedConfig
 from cached.counters import band_of
 from cached.keys import owner_id
-from cached.metrics import COUNTERS, FAMILIES, GAUGES
-from cached.protocol import OwnerShare, TierStatistics
+from cached.metrics import COUNTERS, FAMILIES, GAUGES, LAYOUT_COUNTERS, LAYOUT_GAUGES
+from cached.protocol import LayoutLine, OwnerShare, TierStatistics
 from tests.support.cached_daemon import SLOT_BYTES, Daemon, chain, daemon_directory, store
 
 
@@ -57,9 +57,11 @@ def test_bands_are_tens_and_a_hundred_alone() -> None:
 
 
 def test_every_statistic_is_a_metric() -> None:
-    fields = set(TierStatistics.__dataclass_fields__) - {"layout_fingerprint"}
+    fields = set(TierStatistics.__dataclass_fields__) - {"layout_fingerprint", "layouts"}
+    of_layouts = set(LayoutLine.__dataclass_fields__) - {"name", "fingerprint", "label", "tokens_per_block"}
 
     assert fields == {*GAUGES, *COUNTERS, *FAMILIES}
+    assert of_layouts == {*LAYOUT_GAUGES, *LAYOUT_COUNTERS}
 
 
 class Context:

@@ -38,7 +38,7 @@ from cached.wire import HEADER_BYTES
 
 SETTINGS = TierSettings(10, 30, 60)
 LAYOUT = Layout(b"layout", 4096, 16)
-HELLO = Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), LAYOUT)
+HELLO = Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), LAYOUT, "")
 NAME = b"n" * 32
 RESERVE = Reserve(2, NAME, NO_PARENT, u32s([1]), bytes([35]), f64s([float("inf")]), bytes(1), bytes(16))
 
@@ -46,7 +46,7 @@ RESERVE = Reserve(2, NAME, NO_PARENT, u32s([1]), bytes([35]), f64s([float("inf")
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[Tier]:
     arena = Arena.open(tmp_path / "arena", 2**17)
-    yield Tier(arena, SETTINGS, 1, 0.0)
+    yield Tier(arena.parts, SETTINGS, 1, 0.0)
     arena.close(keep=False)
 
 
@@ -69,12 +69,13 @@ def test_a_welcome_to_an_engine_comes_with_the_payload(tier: Tier) -> None:
     assert outgoing.with_payload
     welcome = TABLE.decode(outgoing.frame[HEADER_BYTES:])
     assert (welcome.slot_bytes, welcome.num_slots, welcome.payload_bytes) == (4096, 32, 2**17)
+    assert welcome.registration_bytes == 64 * 2**30
 
 
 def test_an_observer_gets_no_payload_and_may_not_store(tier: Tier) -> None:
     session = Session(tier, SETTINGS, Peer(1, 1))
 
-    [outgoing] = session.receive(TABLE.encode(Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), None)), 0.0)
+    [outgoing] = session.receive(TABLE.encode(Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), None, "")), 0.0)
 
     assert not outgoing.with_payload
     assert isinstance(say(session, StatsRequest(2))[0], Stats)
@@ -85,9 +86,9 @@ def test_an_observer_gets_no_payload_and_may_not_store(tier: Tier) -> None:
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [
-        (Hello(1, 99, bytes(16), self_test_vector(), LAYOUT), "version"),
-        (Hello(1, PROTOCOL_VERSION, bytes(16), bytes(32), LAYOUT), "hash"),
-        (Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), Layout(b"x", 2**20, 16)), "block_too_large"),
+        (Hello(1, 99, bytes(16), self_test_vector(), LAYOUT, ""), "version"),
+        (Hello(1, PROTOCOL_VERSION, bytes(16), bytes(32), LAYOUT, ""), "hash"),
+        (Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), Layout(b"x", 2**20, 16), ""), "block_too_large"),
     ],
 )
 def test_a_peer_that_does_not_fit_is_told_why(tier: Tier, hello: Hello, reason: str) -> None:
@@ -106,7 +107,7 @@ def test_a_layout_that_is_none_is_the_peers_fault(tier: Tier, layout: Layout) ->
     session = Session(tier, SETTINGS, Peer(1, 1))
 
     with pytest.raises(PeerError, match="layout"):
-        say(session, Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), layout))
+        say(session, Hello(1, PROTOCOL_VERSION, bytes(16), self_test_vector(), layout, ""))
 
 
 def test_one_byte_at_a_time_says_the_same(tier: Tier) -> None:
@@ -155,9 +156,9 @@ def test_the_end_of_a_session_undoes_what_it_reserved(tier: Tier) -> None:
 
     assert session.end(0.0) is True
 
-    assert tier.store is not None
-    assert len(tier.store.blocks.index) == 0
-    tier.store.check_invariants()
+    store = tier.parts[0].require_store()
+    assert len(store.blocks.index) == 0
+    store.check_invariants()
 
 
 def test_a_client_that_has_settled_before_its_old_session_was_seen_to_end_leaves_no_quarantine(tier: Tier) -> None:
@@ -203,8 +204,9 @@ def fuzz(tier: Tier, frames: int, seed: int) -> None:
             session = Session(tier, SETTINGS, Peer(1, 1))
         if session.state is State.CLOSED:
             session = Session(tier, SETTINGS, Peer(1, 1))
-    if tier.store is not None:
-        tier.store.check_invariants()
+    for part in tier.parts:
+        if part.store is not None:
+            part.store.check_invariants()
 
 
 def test_mutated_frames_end_the_session_and_nothing_else(tier: Tier) -> None:
