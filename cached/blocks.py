@@ -67,10 +67,12 @@ class Owners:
     """Small numbers for 16-byte owner ids, how many slots each holds or is getting, and what each may count on.
 
     `held`, `floors` and `ceilings` are columns by number, for reading only; they stay the same objects for good. An owner
-    that holds nothing is forgotten, its share is not.
+    that holds nothing is forgotten, its share is not. `changed` has the owners for whom one of the three is another than
+    when somebody last cleared it.
     """
 
     def __init__(self) -> None:
+        self.changed: set[int] = set()
         self.held: list[int] = []
         self.floors: list[int] = []
         self.ceilings: list[int] = []
@@ -88,11 +90,13 @@ class Owners:
         if number is None:
             number = self._admit(owner)
         self.held[number] += 1
+        self.changed.add(number)
         return number
 
     def leave(self, number: int) -> None:
         """Count one slot less; the number is used again once it holds none."""
         self.held[number] -= 1
+        self.changed.add(number)
         if self.held[number] == 0:
             del self._number_of[self._ids[number]]
             self._spare.append(number)
@@ -104,6 +108,7 @@ class Owners:
         }
         for owner, number in self._number_of.items():
             self.floors[number], self.ceilings[number] = self._shares.get(owner, _NO_SHARE)
+            self.changed.add(number)
 
     def above_ceiling(self) -> list[int]:
         """The numbers of owners that hold more than they may."""

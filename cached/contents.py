@@ -18,6 +18,7 @@ from cached.blocks import INDEXED, NO_SLOT, VISIBLE, Blocks, Owners
 from cached.counters import StoreCounters
 from cached.events import EventRing
 from cached.eviction import EvictionOrder
+from cached.givers import Givers
 from cached.offers import OfferRow
 from cached.protocol import NEVER, NO_PARENT
 from cached.records import Holder, StoredRecord, StoredRow
@@ -47,6 +48,8 @@ class Contents:
         self.owners = Owners()
         self.counters = StoreCounters()
         self.order = EvictionOrder(num_slots)
+        changed = self.owners.changed, self.order.changed
+        self.givers = Givers(self.order, self.owners.held, self.owners.floors, changed)
         self.events = EventRing(event_buffer)
         self.records = records
         self.free: list[int] = []
@@ -221,13 +224,14 @@ class Contents:
         priority, owner, parent = columns.priority[slot], columns.owner[slot], columns.parent[slot]
         owner_id = self.owners.id_of(owner)
         if self.events.is_on:
-            key = columns.key[slot]
+            key, above = columns.key[slot], NO_PARENT if parent == NO_SLOT else columns.key[parent]
             assert key is not None
-            row = events.REMOVED, key, self.parent_key(slot), columns.namespace[slot], owner_id, priority, priority
-            self.events.append(row)
+            assert above is not None
+            self.events.append((events.REMOVED, key, above, columns.namespace[slot], owner_id, priority, priority))
         counters.count_eviction(owner_id, priority)
         counters.used[priority] -= 1
-        counters.dropped_unused += not columns.reused[slot]
+        if not columns.reused[slot]:
+            counters.dropped_unused += 1
         self.order.discard(slot)
         columns.leave(slot)
         self.owners.leave(owner)
@@ -321,6 +325,7 @@ class Contents:
         columns = self.blocks
         columns.check_invariants()
         self.order.check_invariants()
+        self.givers.check_invariants()
         assert len(set(self.free)) == len(self.free) == columns.num_in_state[slots.FREE]
         held: dict[bytes, int] = {}
         used = [0] * len(self.counters.used)

@@ -1,7 +1,7 @@
 """Which block leaves a tier next: the one order that the device pool and the host tier share (kv-semantics §4, 5.3, 5.9).
 
 `EvictionOrder` keeps the idle leaves of a tier, by owner, in the order of rule 4.2; who is an idle leaf is decided by
-the tier that owns the blocks. `device_victim` and `host_victim` decide between owners and change nothing.
+the tier that owns the blocks. `device_victim` decides between owners and changes nothing; on the host `givers` does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ _TICK_BITS = 56
 _BLOCK_BITS = 32
 _DEPTH_BITS = 32
 _RANK_SHIFT = _DEPTH_BITS + _BLOCK_BITS
+_PRIORITY_SHIFT = _RANK_SHIFT + _TICK_BITS
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
 _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
 _TICK_MASK = (1 << _TICK_BITS) - 1
@@ -37,15 +38,26 @@ def rank_at(place: int) -> int:
     return place >> _RANK_SHIFT
 
 
+def priority_at(place: int) -> int:
+    """The priority of the block that stands at `place`."""
+    return place >> _PRIORITY_SHIFT
+
+
+def block_at(place: int) -> int:
+    """The block that stands at `place`."""
+    return place & _BLOCK_MASK
+
+
 class EvictionOrder:
     """Idle leaves by owner, then `(priority, tick, deepest first)`.
 
     Two columns indexed by block, and per owner a heap of places. Removal is lazy: an entry of a heap counts only while it
     is the very object in the block's column, and a heap is rebuilt when most of it is outdated, so every operation is
-    O(log n) amortised.
+    O(log n) amortised. `changed` has the owners whose leaves are others than when somebody last cleared it.
     """
 
     def __init__(self, capacity: int) -> None:
+        self.changed: set[int] = set()
         self._owner = array("i", [_ABSENT]) * capacity
         self._place: list[int | None] = [None] * capacity  # None: not in the order
         self._heaps: dict[int, list[int]] = {}
@@ -65,6 +77,7 @@ class EvictionOrder:
         places[block] = place
         self._owner[block] = owner
         self._length += 1
+        self.changed.add(owner)
         heap = self._heaps.get(owner)
         if heap is None:
             self._counts[owner] = 1
@@ -85,6 +98,7 @@ class EvictionOrder:
         self._place[block] = None
         owner = self._owner[block]
         self._length -= 1
+        self.changed.add(owner)
         left = self._counts[owner] - 1
         if left:
             self._counts[owner] = left
@@ -120,15 +134,23 @@ class EvictionOrder:
     def least_valuable(self, owner: int | None = None, max_priority: int | None = None) -> int | None:
         """The leaf that goes first, of one owner or of all; None when there is none at or below `max_priority`."""
         place = self.first_place(owner)
-        if place is None or (max_priority is not None and place >> _RANK_SHIFT + _TICK_BITS > max_priority):
+        if place is None or (max_priority is not None and place >> _PRIORITY_SHIFT > max_priority):
             return None
         return place & _BLOCK_MASK
 
     def first_place(self, owner: int | None = None) -> int | None:
         """The place of the leaf that goes first, of one owner or of all."""
-        if owner is not None:
-            return self._top(owner) if owner in self._counts else None
-        return min(map(self._top, self._counts), default=None)
+        if owner is None:
+            return min(map(self._top, self._counts), default=None)
+        heap = self._heaps.get(owner)
+        if heap is None:
+            return None
+        place = heap[0]
+        return place if self._place[place & _BLOCK_MASK] is place else self._top(owner)
+
+    def are_all_of(self, owner: int) -> bool:
+        """Whether nobody else has anything to give."""
+        return self._counts.get(owner, 0) == self._length
 
     def check_invariants(self) -> None:
         """Raise AssertionError when columns, counts and heaps disagree; slow."""
@@ -185,54 +207,7 @@ def device_victim(order: EvictionOrder, held: Callable[[int], int], share: Calla
     return order.least_valuable(giver)
 
 
-def host_victim(
-    order: EvictionOrder,
-    held: Callable[[int], int],
-    floor: Callable[[int], float],
-    newcomer: int,
-    newcomer_priority: int,
-    at_ceiling: bool = False,
-) -> int | None:
-    """The host block that makes room for a block of owner `newcomer`, or None: the newcomer is refused.
-
-    Floors come before priorities (5.9): below its floor, `newcomer` may take from owners above theirs whatever the
-    priority; otherwise only blocks of lower or equal priority go (5.3). Nothing at or below its floor gives, but to its
-    own newcomers. `held` counts what is being allocated, too.
-    """
-    own = order.least_valuable(newcomer, newcomer_priority)
-    if at_ceiling:
-        return own
-    entitled = held(newcomer) <= floor(newcomer)
-
-    def allowed(owner: int) -> int | None:
-        limit = None if entitled and owner != newcomer else newcomer_priority
-        return order.least_valuable(owner, limit)
-
-    giver = _furthest_above(order, held, floor, allowed)
-    return giver if giver is not None else own
-
-
 def _goes_before(order: EvictionOrder, owner: int, other: int) -> bool:
     """Whether the first leaf of `owner` goes before that of `other`; both have one."""
     mine, theirs = order.first_place(owner), order.first_place(other)
     return theirs is None or (mine is not None and mine < theirs)
-
-
-def _furthest_above(
-    order: EvictionOrder,
-    held: Callable[[int], int],
-    share: Callable[[int], float],
-    leaf: Callable[[int], int | None],
-) -> int | None:
-    best: int | None = None
-    best_excess = 0.0
-    for owner in list(order.owners()):
-        excess = held(owner) - share(owner)
-        if excess <= 0 or excess < best_excess:
-            continue
-        block = leaf(owner)
-        if block is None:
-            continue
-        if best is None or excess > best_excess or order.key_of(block) < order.key_of(best):
-            best, best_excess = block, excess
-    return best

@@ -19,7 +19,6 @@ from cached.blocks import INDEXED, NO_SLOT, VISIBLE, Blocks, Owners
 from cached.contents import Contents, Records
 from cached.counters import StoreCounters
 from cached.events import EventRing
-from cached.eviction import host_victim
 from cached.holdings import Holdings, LeaseHolding, SessionHoldings
 from cached.keys import HASH_BYTES
 from cached.offers import (
@@ -457,7 +456,7 @@ class BlockStore:
         at_ceiling = owners.held[owner] > owners.ceilings[owner]
         victim = NO_SLOT
         if at_ceiling or not contents.free:
-            found = self._victim(owner, priority, at_ceiling)
+            found = contents.givers.victim(owner, priority, at_ceiling)
             if found is None:
                 reason = self._reason(owner, priority, at_ceiling)
                 owners.leave(owner)
@@ -466,24 +465,13 @@ class BlockStore:
             victim = found
         return contents.admit(offer, owner, parent, victim)
 
-    def _victim(self, owner: int, priority: int, at_ceiling: bool) -> int | None:
-        """The block that gives way to a newcomer of `owner`, which is counted already."""
-        owners, order = self._contents.owners, self._contents.order
-        if order.count_of(owner) == len(order):  # Nobody else has anything to give.
-            return order.least_valuable(owner, priority)
-        return host_victim(order, owners.held.__getitem__, owners.floors.__getitem__, owner, priority, at_ceiling)
-
     def _reason(self, owner: int, priority: int, at_ceiling: bool) -> RefusalReason:
         """Why nothing gives way to it."""
-        owners, order = self.owners, self._contents.order
         if at_ceiling:
             return "ceiling"
-        if not len(order):
+        if not len(self._contents.order):
             return "full"
-        limit = None if owners.held[owner] <= owners.floors[owner] else priority
-        # What would go but for its owner's floor; a leaf that may go of somebody above it would have been the victim.
-        guarded = any(each != owner and order.least_valuable(each, limit) is not None for each in order.owners())
-        return "floors" if guarded else "outranked"
+        return "floors" if self._contents.givers.are_others_guarded(owner, priority) else "outranked"
 
     def _refuse(self, owner: bytes, reason: RefusalReason) -> int:
         self.counters.count_refusal(owner, reason)

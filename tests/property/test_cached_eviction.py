@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cached.eviction import EvictionOrder, device_victim, host_victim
+from cached.eviction import EvictionOrder, device_victim
+from cached.givers import Givers
 
 BLOCKS = 12
 OWNERS = 3
@@ -26,8 +27,14 @@ operations = st.lists(
 )
 
 
-def apply(steps: list[tuple]) -> tuple[EvictionOrder, dict[int, tuple[int, int, int, int]]]:
-    order, model = EvictionOrder(BLOCKS), {}
+Model = dict[int, tuple[int, int, int, int]]
+
+
+def apply(
+    steps: list[tuple], order: EvictionOrder | None = None, model: Model | None = None
+) -> tuple[EvictionOrder, Model]:
+    order = EvictionOrder(BLOCKS) if order is None else order
+    model = {} if model is None else model
     for step in steps:
         if step[0] == "add":
             _, block, owner, priority, tick, depth = step
@@ -78,23 +85,46 @@ def test_the_owner_furthest_above_its_share_gives_first_on_the_device(steps: lis
     assert order.key_of(victim) == min(row[1:] for row in model.values() if row[0] in givers)
 
 
-@given(operations, st.lists(st.integers(0, 6), min_size=OWNERS, max_size=OWNERS), st.integers(0, 100))
-def test_nobody_at_its_floor_gives_to_another_owner(steps: list[tuple], floors: list[int], priority: int) -> None:
-    order, model = apply(steps)
-    held = [sum(row[0] == owner for row in model.values()) for owner in range(OWNERS)]
-    held[0] += 1  # the newcomer counts as its owner's
+@given(
+    st.lists(st.tuples(operations, st.integers(0, OWNERS - 1), st.integers(0, 100)), max_size=6),
+    st.lists(st.integers(0, 6), min_size=OWNERS, max_size=OWNERS),
+    st.booleans(),
+)
+def test_whoever_is_furthest_above_its_floor_gives_on_the_host(
+    rounds: list[tuple], floors: list[int], at_ceiling: bool
+) -> None:
+    """kv-semantics 4.3, 5.3 and 5.9, asked again and again while blocks come and go."""
+    order, model, held = EvictionOrder(BLOCKS), {}, [0] * OWNERS
+    recounted: set[int] = set()
+    givers = Givers(order, held, floors, (recounted, order.changed))
+    for steps, newcomer, priority in rounds:
+        apply(steps, order, model)
+        held[:] = [sum(row[0] == owner for row in model.values()) for owner in range(OWNERS)]
+        held[newcomer] += 1  # It counts already.
+        recounted.update(range(OWNERS))
+        may_go = {
+            block: row
+            for block, row in model.items()
+            if row[1] <= priority or (row[0] != newcomer and held[newcomer] <= floors[newcomer])
+        }
+        excess = {row[0]: held[row[0]] - floors[row[0]] for row in may_go.values()}
+        most = max(excess.values(), default=0)
+        giving = {owner for owner in excess if excess[owner] == most} if most > 0 and not at_ceiling else {newcomer}
+        rows = [(row[1:], block) for block, row in may_go.items() if row[0] in giving]
+        rows = [row for row in rows if model[row[1]][0] != newcomer or row[0][0] <= priority]
 
-    victim = host_victim(order, held.__getitem__, floors.__getitem__, 0, priority)
+        victim = givers.victim(newcomer, priority, at_ceiling)
 
-    if victim is None:
-        assert not any(row[0] == 0 and row[1] <= priority for row in model.values())
-        return
-    owner, victim_priority = model[victim][:2]
-    if owner != 0:
-        assert held[owner] > floors[owner]
-        assert victim_priority <= priority or held[0] <= floors[0]
-    else:
-        assert victim_priority <= priority
+        assert (victim is None) == (not rows)
+        if victim is not None:
+            assert order.key_of(victim) == min(rows)[0]
+        if victim is None and not at_ceiling:
+            assert givers.are_others_guarded(newcomer, priority) == any(r[0] != newcomer for r in may_go.values())
+        givers.check_invariants()
+
+
+def make_givers(order: EvictionOrder, held: list[int]) -> Givers:
+    return Givers(order, held, [0] * len(held), (set(range(len(held))), order.changed))
 
 
 def test_a_full_tier_does_not_give_up_a_90_for_a_35() -> None:
@@ -102,8 +132,8 @@ def test_a_full_tier_does_not_give_up_a_90_for_a_35() -> None:
     order = EvictionOrder(1)
     order.add(0, 0, 90, 1, 0)
 
-    assert host_victim(order, lambda _: 2, lambda _: 0, 0, 35) is None
-    assert host_victim(order, lambda _: 2, lambda _: 0, 0, 90) == 0
+    assert make_givers(order, [2]).victim(0, 35) is None
+    assert make_givers(order, [2]).victim(0, 90) == 0
 
 
 def test_an_owner_at_its_ceiling_evicts_only_its_own() -> None:
@@ -111,4 +141,4 @@ def test_an_owner_at_its_ceiling_evicts_only_its_own() -> None:
     order.add(0, 1, 0, 1, 0)
     order.add(1, 0, 35, 2, 0)
 
-    assert host_victim(order, lambda _: 1, lambda _: 0, 0, 35, at_ceiling=True) == 1
+    assert make_givers(order, [1, 1]).victim(0, 35, at_ceiling=True) == 1

@@ -122,10 +122,12 @@ def test_rule_4_6_a_victim_on_the_device_costs_no_scan(kind: str, monkeypatch: p
     assert large < 2 * small, f"{small} lines at {SIZES[0]} blocks, {large} at {SIZES[1]}"
 
 
-def test_rule_4_6_a_victim_on_the_host_costs_no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["one owner", "an owner per chain"])
+def test_rule_4_6_a_victim_on_the_host_costs_no_scan(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the blocks nor of the owners: with 256 of them, each with a chain of 16, a newcomer once cost 300 µs."""
     for module in ("cached.blocks", "cached.eviction"):
         forbid_scans(monkeypatch, module)
-    small, large = (work_of(evict_on_host(num_slots)) for num_slots in SIZES)
+    small, large = (work_of(evict_on_host(num_slots, kind)) for num_slots in SIZES)
 
     assert large < 2 * small, f"{small} lines at {SIZES[0]} blocks, {large} at {SIZES[1]}"
 
@@ -152,11 +154,14 @@ def evict_on_device(num_blocks: int, kind: str) -> Callable[[], object]:
     return lambda: pool.allocate(50, numbers[0][0])
 
 
-def evict_on_host(num_slots: int) -> Callable[[], object]:
+def evict_on_host(num_slots: int, kind: str) -> Callable[[], object]:
     """A full host tier, and what makes it evict 50."""
     store = host_store(num_slots)
     for number in range(num_slots):
-        keep(store, [host_offer(f"{number}", f"{number - 1}" if number % 25 else None)], 0.0)
+        owner = OWNER if kind == "one owner" else OwnerId((number // 25).to_bytes(16, "big"))
+        keep(store, [host_offer(f"{number}", f"{number - 1}" if number % 25 else None, owner=owner)], 0.0)
+    # What of many stores is looked at when somebody first needs a victim is the price of those stores.
+    keep(store, [host_offer("the first", None)], 0.0)
     newcomers = [host_offer(f"new {number}", None) for number in range(50)]
 
     def act() -> None:
@@ -221,11 +226,16 @@ def host_store(num_slots: int) -> BlockStore:
 
 
 def host_offer(
-    label: str, parent: str | None, priority: int = 35, deadline: float = NEVER, drops: bool = False
+    label: str,
+    parent: str | None,
+    priority: int = 35,
+    deadline: float = NEVER,
+    drops: bool = False,
+    owner: OwnerId = OWNER,
 ) -> Offer:
     name, above = (None if each is None else hashlib.sha256(each.encode()).digest() for each in (label, parent))
     assert name is not None
-    return Offer(name, above, 0, priority, deadline, drops, OWNER)
+    return Offer(name, above, 0, priority, deadline, drops, owner)
 
 
 def keep(store: BlockStore, offers: list[Offer], now: float) -> None:
