@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from engine.attention.interface import StepContext
 from engine.batch import PackedBatch
-from engine.layer_kernels import add_normalise, gate, normalise, normalise_heads, rotate
+from engine.layer_kernels import add_normalise, gate, normalise, normalise_heads
 from engine.model import LoadedModel
 from engine.model_files import ModelFiles
 from engine.prepacked import PackedLinear, pieces_of
@@ -70,6 +70,7 @@ class FusedModel:
         self.shape = model.shape
         self.dtype = model.dtype
         self._heads: int = module.config.num_attention_heads
+        self._kv_heads = model.shape.num_kv_heads
         self._epsilon: float = module.config.rms_norm_eps
         self._rotary = module.model.rotary_emb
         self._scale: float = module.model.layers[0].self_attn.scaling
@@ -91,48 +92,61 @@ class FusedModel:
         if rows < self._fewest_rows:
             token_ids = F.pad(token_ids, (0, self._fewest_rows - rows))
         residual = F.embedding(token_ids, self._embedding).float()
-        normed = torch.empty_like(residual)
-        cos, sin = self._rotation(batch, residual)
-        normalise(residual.numpy(), self._layers[0].input_norm, self._epsilon, normed.numpy())
+        hidden = self._arrays(residual)
+        rotation = self._rotation(batch, residual)
+        normalise(hidden.residual_array, self._layers[0].input_norm, self._epsilon, hidden.normed_array)
 
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, normed, rows, cos, sin)
-            if index == last:
-                # Nothing reads what the last layer makes of tokens after which none is sampled.
-                wanted = torch.from_numpy(batch.logit_rows)
-                if len(wanted) == 0:
-                    context.store(index, key, value)
-                    return torch.empty((0, self.shape.vocab_size))
-                attended = context.attend_rows(index, query, key, value, self._scale)[wanted]
-                residual = self._padded(residual[wanted])
-                normed = torch.empty_like(residual)
-                weight = self._final_norm
-            else:
-                attended = context.attend_rows(index, query, key, value, self._scale)
-                weight = self._layers[index + 1].input_norm
-            delta = layer.attention_out(self._padded(attended.reshape(len(attended), -1)))
-            add_normalise(residual.numpy(), delta.numpy(), layer.mlp_norm, self._epsilon, normed.numpy())
-            down = layer.mlp_down
-            gated = torch.empty((down.pieces, len(normed), down.num_inputs // down.pieces))
-            gate(layer.gate_up(normed).numpy(), gated.numpy())
-            delta = down(gated)
-            add_normalise(residual.numpy(), delta.numpy(), weight, self._epsilon, normed.numpy())
-        return self._head(normed)[: len(batch.logit_rows)]
+            projected = layer.qkv(hidden.normed).view(-1, self._heads + 2 * self._kv_heads, self.shape.head_dim)
+            if layer.norms_on_heads is not None:
+                of_query, of_key = layer.norms_on_heads
+                normalise_heads(projected.numpy(), of_query, self._epsilon, 0, self._heads)
+                normalise_heads(projected.numpy(), of_key, self._epsilon, self._heads, self._kv_heads)
+            if index < last:
+                context.attend_projected(index, projected, rotation, self._scale, hidden.attended)
+                self._finish_layer(layer, hidden, self._layers[index + 1].input_norm)
+                continue
+            # Nothing reads what the last layer makes of tokens after which none is sampled.
+            wanted = torch.from_numpy(batch.logit_rows)
+            is_read = len(wanted) > 0
+            context.attend_projected(index, projected, rotation, self._scale, hidden.attended if is_read else None)
+            if not is_read:
+                return torch.empty((0, self.shape.vocab_size))
+            if len(wanted) < rows:
+                attended = hidden.attended[wanted]
+                hidden = self._arrays(self._padded(hidden.residual[wanted]))
+                hidden.attended[: len(wanted)] = attended
+            self._finish_layer(layer, hidden, self._final_norm)
+        return self._head(hidden.normed)[: len(batch.logit_rows)]
 
-    def _project(
-        self, layer: _Layer, normed: torch.Tensor, rows: int, cos: np.ndarray, sin: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Q, K and V, normed where the family does that, Q and K rotated: `[token, head, head_dim]`."""
-        projected = layer.qkv(normed)[:rows]
-        heads, kv_heads, head_dim = self._heads, self.shape.num_kv_heads, self.shape.head_dim
-        if layer.norms_on_heads is not None:
-            of_query, of_key = layer.norms_on_heads
-            normalise_heads(projected.numpy(), of_query, self._epsilon, 0, heads)
-            normalise_heads(projected.numpy(), of_key, self._epsilon, heads, kv_heads)
-        rotate(projected.numpy(), cos, sin, heads + kv_heads)
-        split = projected.view(rows, heads + 2 * kv_heads, head_dim)
-        return split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+    def _finish_layer(self, layer: _Layer, hidden: _Hidden, next_norm: np.ndarray) -> None:
+        """All of a layer behind its attention, and the norm that stands before whatever comes next."""
+        delta = layer.attention_out(hidden.attended_rows)
+        add_normalise(hidden.residual_array, delta.numpy(), layer.mlp_norm, self._epsilon, hidden.normed_array)
+        gate(layer.gate_up(hidden.normed).numpy(), hidden.gated_array)
+        delta = layer.mlp_down(hidden.gated)
+        add_normalise(hidden.residual_array, delta.numpy(), next_norm, self._epsilon, hidden.normed_array)
+
+    def _arrays(self, residual: torch.Tensor) -> _Hidden:
+        """What goes from layer to layer. Rows that only pad stay 0 where the attention writes, so that no number that
+        was left in memory slows the others down."""
+        rows = len(residual)
+        down = self._layers[0].mlp_down
+        attended = torch.empty((rows, self._heads, self.shape.head_dim))
+        attended[-self._fewest_rows :] = 0.0
+        normed = torch.empty_like(residual)
+        gated = torch.empty((down.pieces, rows, down.num_inputs // down.pieces))
+        return _Hidden(
+            residual,
+            normed,
+            attended,
+            attended.view(rows, -1),
+            gated,
+            residual.numpy(),
+            normed.numpy(),
+            gated.numpy(),
+        )
 
     def _rotation(self, batch: PackedBatch, like: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """RoPE's tables for the step, from transformers' own module, so that every kind of scaling is its."""
@@ -142,6 +156,21 @@ class FusedModel:
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         missing = self._fewest_rows - len(rows)
         return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """The arrays of one step that every layer reads and writes, as tensors and as numpy's views of them: made once,
+    because between two products of one row a view costs as much as the work on it."""
+
+    residual: torch.Tensor
+    normed: torch.Tensor
+    attended: torch.Tensor
+    attended_rows: torch.Tensor
+    gated: torch.Tensor
+    residual_array: np.ndarray
+    normed_array: np.ndarray
+    gated_array: np.ndarray
 
 
 def _pack_layer(layer: Any) -> _Layer:

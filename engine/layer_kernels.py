@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engine.vector_exp import exp32
 
 Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 
 PARALLEL_ROWS = 24
 """From how many rows on the work is shared out."""
@@ -37,14 +38,18 @@ def normalise(rows: Floats, weight: Floats, epsilon: float, out: Floats) -> None
     kernel(rows, weight, np.float32(epsilon), out)
 
 
-def rotate(rows: Floats, cos: Floats, sin: Floats, num_heads: int) -> None:
-    """RoPE in place on the first `num_heads` heads of each row; `cos` and `sin` are `[row, head_dim]`, halves equal."""
-    kernel = _rotate_many if len(cos) >= PARALLEL_ROWS else _rotate_few
-    kernel(rows, cos, sin, num_heads)
+def rotate_and_store(
+    rows: Floats, cos: Floats, sin: Floats, pool: Floats, layer: int, blocks: Ints, offsets: Ints
+) -> None:
+    """RoPE in place on Q and K of each row, `[row, heads of Q, K, V one after another, head_dim]`, and K and V into the
+    pool (`[block, layer, K or V, token, kv_head, head_dim]`) at each row's block and offset. `cos` and `sin` are `[row,
+    head_dim]`, halves equal; there may be more rows than of them, which are left alone."""
+    kernel = _rotate_and_store_many if len(cos) >= PARALLEL_ROWS else _rotate_and_store_few
+    kernel(rows, cos, sin, pool, layer, blocks, offsets)
 
 
 def normalise_heads(rows: Floats, weight: Floats, epsilon: float, first_head: int, num_heads: int) -> None:
-    """The RMS norm of each of some heads of each row, in place (Qwen3)."""
+    """The RMS norm of each of some heads of each row, in place (Qwen3): `[row, head, head_dim]`."""
     kernel = _normalise_heads_many if len(rows) >= PARALLEL_ROWS else _normalise_heads_few
     kernel(rows, weight, np.float32(epsilon), first_head, num_heads)
 
@@ -94,7 +99,7 @@ def _normalise_heads(rows: Any, weight: Any, epsilon: Any, first_head: int, num_
     head_dim = weight.shape[0]
     for row in numba.prange(rows.shape[0]):
         for head in range(first_head, first_head + num_heads):
-            values = rows[row, head * head_dim : (head + 1) * head_dim]
+            values = rows[row, head]
             squares = np.float32(0.0)
             for i in range(head_dim):
                 squares += values[i] * values[i]
@@ -103,17 +108,27 @@ def _normalise_heads(rows: Any, weight: Any, epsilon: Any, first_head: int, num_
                 values[i] = values[i] * factor * weight[i]
 
 
-def _rotate(rows: Any, cos: Any, sin: Any, num_heads: int) -> None:
-    half = cos.shape[1] // 2
+def _rotate_and_store(rows: Any, cos: Any, sin: Any, pool: Any, layer: Any, blocks: Any, offsets: Any) -> None:
+    head_dim = rows.shape[2]
+    half = head_dim // 2
+    kv_heads = pool.shape[4]
+    first_key = rows.shape[1] - 2 * kv_heads
     for row in numba.prange(cos.shape[0]):
         c, s = cos[row], sin[row]
-        for head in range(num_heads):
-            begin = head * 2 * half
-            low, high = rows[row, begin : begin + half], rows[row, begin + half : begin + 2 * half]
+        for head in range(first_key + kv_heads):
+            values = rows[row, head]
+            low, high = values[:half], values[half:]
             for i in range(half):
                 a, b = low[i], high[i]
                 low[i] = a * c[i] - b * s[i]
                 high[i] = b * c[i] + a * s[i]
+        block, offset = blocks[row], offsets[row]
+        for head in range(kv_heads):
+            key, value = rows[row, first_key + head], rows[row, first_key + kv_heads + head]
+            kept_key, kept_value = pool[block, layer, 0, offset, head], pool[block, layer, 1, offset, head]
+            for i in range(head_dim):
+                kept_key[i] = key[i]
+                kept_value[i] = value[i]
 
 
 def _gate(gate_up: Any, out: Any) -> None:
@@ -129,5 +144,5 @@ def _gate(gate_up: Any, out: Any) -> None:
 _add_normalise_few, _add_normalise_many = _both(_add_normalise)
 _normalise_few, _normalise_many = _both(_normalise)
 _normalise_heads_few, _normalise_heads_many = _both(_normalise_heads)
-_rotate_few, _rotate_many = _both(_rotate)
+_rotate_and_store_few, _rotate_and_store_many = _both(_rotate_and_store)
 _gate_few, _gate_many = _both(_gate)

@@ -25,7 +25,7 @@ def fold(
     out: NDArray[np.float32],
     weights: NDArray[np.float32],
 ) -> None:
-    """`part` (`[kv_head, row of the part, group, head_dim]`) and its weights (`[kv_head, group, row of the part]`,
+    """`part` (`[kv_head, row of the part, group, head_dim]`) and its weights (`[kv_head, row of the part, group]`,
     logarithms) into `out` (`[row, head, head_dim]`) and `weights` (`[row, head]`); −infinity: nothing is there."""
     kernel = _fold_many if len(rows) >= _PARALLEL_ROWS else _fold_few
     kernel(part, part_weights, rows, out, weights)
@@ -39,7 +39,7 @@ def _fold(part: Any, part_weights: Any, rows: Any, out: Any, weights: Any) -> No
             for member in range(group):
                 head = kv_head * group + member
                 result, added = out[row, head], part[kv_head, index, member]
-                there, new = weights[row, head], part_weights[kv_head, member, index]
+                there, new = weights[row, head], part_weights[kv_head, index, member]
                 if there == -np.inf:
                     weights[row, head] = new
                     for d in range(head_dim):

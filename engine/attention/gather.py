@@ -48,10 +48,6 @@ class GatherStep:
         self.attend_spans(layer, query, scale, out)
         return out
 
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Only writes K and V."""
-        self._kv.write(layer, self._token_rows, key, value)
-
     def attend_spans(self, layer: int, query: torch.Tensor, scale: float, out: torch.Tensor) -> None:
         """Fills the rows of `out` that belong to spans."""
         for span, blocks, mask in self._spans:

@@ -10,9 +10,11 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from engine.attention.gather import GatherAttention
@@ -25,14 +27,24 @@ IMPLEMENTATION = "halocline_paged"
 _log = logging.getLogger(__name__)
 
 
+Rotation = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""RoPE's cosines and sines of a step, `[row, head_dim]`."""
+
+
 class AttentionStep(Protocol):
-    """What a model's forward pass needs of the attention."""
+    """What transformers' forward pass needs of the attention."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor: ...
 
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None: ...
+
+class ProjectedStep(AttentionStep, Protocol):
+    """What fused layers need of it, in addition."""
+
+    def attend_projected(
+        self, layer: int, projected: torch.Tensor, rotation: Rotation, scale: float, out: torch.Tensor | None
+    ) -> None: ...
 
 
 class Attention(Protocol):
@@ -63,20 +75,18 @@ class StepContext:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Tensors as transformers has them: `[1, head, token, head_dim]` in, `[1, token, head, head_dim]` out."""
-        asks, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return self.attend_rows(layer, asks, keys, values, scale).unsqueeze(0)
-
-    def attend_rows(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Tensors as the attention has them: `[token, head, head_dim]` in and out."""
         if self._abandon():
             raise StepAbandoned
-        return self._step.attend(layer, query, key, value, scale)
+        asks, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return self._step.attend(layer, asks, keys, values, scale).unsqueeze(0)
 
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes K and V of a layer whose attention nobody reads."""
-        self._step.store(layer, key, value)
+    def attend_projected(
+        self, layer: int, projected: torch.Tensor, rotation: Rotation, scale: float, out: torch.Tensor | None
+    ) -> None:
+        """For fused layers: see `CpuStep.attend_projected`. They are used only beside the attention that has it."""
+        if self._abandon():
+            raise StepAbandoned
+        cast(ProjectedStep, self._step).attend_projected(layer, projected, rotation, scale, out)
 
 
 def register() -> None:

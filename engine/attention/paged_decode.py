@@ -31,7 +31,7 @@ def segment_kernel(head_dim: int, group: int) -> Any:
     def attend_segments(
         pool: Any,  # float32 [block, layer, 2, token, kv_head, head_dim]
         layer: int,
-        query: Any,  # float32 [row, head, head_dim]
+        query: Any,  # float32 [row, head, head_dim]; there may be more heads, which are not looked at
         scale: float,
         item_row: Any,  # int32 [item]: the packed row that asks
         item_table: Any,  # int32 [item]: where its block table begins in `tables`
@@ -40,6 +40,7 @@ def segment_kernel(head_dim: int, group: int) -> Any:
         tables: Any,  # int32: all block tables, one after another
         row_items: Any,  # int32 [short row + 1]: the items of a short row are row_items[i] … row_items[i + 1]
         partial: Any,  # float32 [item, head, head_dim + 2]: scratch
+        is_fresh: bool,  # `out` holds nothing yet, and `weights` is not looked at
         weights: Any,  # float32 [row, head]: the logarithm of the weight of what `out` holds; −infinity: it holds nothing
         out: Any,  # float32 [row, head, head_dim]
     ) -> None:
@@ -132,17 +133,18 @@ def segment_kernel(head_dim: int, group: int) -> Any:
             end = row_items[short + 1]
             row = item_row[begin]
             # What shared prefixes gave is one more part, of weight 1 at its own logarithm.
-            highest = weights[row, head]
+            before = np.float32(-np.inf) if is_fresh else weights[row, head]
+            highest = before
             for item in range(begin, end):
                 if not partial[item, head, head_dim] <= highest:
                     highest = partial[item, head, head_dim]
             total = np.float32(0.0)
             result = out[row, head]
-            if weights[row, head] == -np.inf:
+            if before == -np.inf:
                 for d in range(head_dim):
                     result[d] = 0.0
             else:
-                total = exp32(weights[row, head] - highest)
+                total = exp32(before - highest)
                 for d in range(head_dim):
                     result[d] *= total
             for item in range(begin, end):

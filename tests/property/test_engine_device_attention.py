@@ -45,8 +45,8 @@ def steps(draw: st.DrawFn) -> tuple[BlockLayout, list[tuple[int, int]], int, int
 
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=60, deadline=None)
-@given(step=steps())
-def test_attention_equals_float64_whatever_the_shape(path: str, step: tuple) -> None:
+@given(step=steps(), leaf_rows=st.sampled_from((1, 2, 4, 128)))
+def test_attention_equals_float64_whatever_the_shape(path: str, step: tuple, leaf_rows: int) -> None:
     layout, chunks, group, seed = step
     generator = torch.Generator().manual_seed(seed)
     rig = _Rig(layout, chunks, group, generator)
@@ -56,7 +56,9 @@ def test_attention_equals_float64_whatever_the_shape(path: str, step: tuple) -> 
     running = attention.begin(batch)
     # The second layer is asked first: layers must not disturb one another.
     for layer in (1, 0):
-        out = running.attend(layer, rig.query, rig.key[layer], rig.value[layer], rig.scale)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "LEAF_ROWS", leaf_rows)
+            out = running.attend(layer, rig.query, rig.key[layer], rig.value[layer], rig.scale)
 
         expected = rig.expected(layer)
         assert out.shape == expected.shape

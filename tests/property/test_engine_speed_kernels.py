@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layer_kernels import PARALLEL_ROWS, add_normalise, gate, normalise, normalise_heads, rotate
+from engine.layer_kernels import PARALLEL_ROWS, add_normalise, gate, normalise, normalise_heads, rotate_and_store
 from engine.prepacked import PackedLinear, pieces_of
 from engine.vector_exp import exp32
 
@@ -67,26 +67,47 @@ def test_norms_equal_float64(rows: int, width: int, seed: int) -> None:
 
 
 @settings(max_examples=30, deadline=None)
+@given(rows=ROWS, head_dim=WIDTHS, group=st.integers(1, 3), kv_heads=st.integers(1, 3), seed=SEEDS)
+def test_heads_are_rotated_and_stored_and_rows_that_pad_left_alone(
+    rows: int, head_dim: int, group: int, kv_heads: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    heads = group * kv_heads
+    given_ = _random(random, rows + 2, heads + 2 * kv_heads, head_dim)
+    half = _random(random, rows, head_dim // 2), _random(random, rows, head_dim // 2)
+    cos, sin = (np.concatenate([one, one], axis=1) for one in half)
+    found = given_.copy()
+    pool = np.full((rows + 1, 2, 2, 4, kv_heads, head_dim), np.nan, np.float32)
+    blocks, offsets = random.permutation(rows + 1)[:rows], random.integers(0, 4, rows)
+
+    rotate_and_store(found, cos, sin, pool, 1, blocks, offsets)
+
+    turned = np.concatenate([-given_[:rows, :, head_dim // 2 :], given_[:rows, :, : head_dim // 2]], axis=-1)
+    wanted = given_[:rows] * cos[:, None].astype(np.float64) + turned * sin[:, None].astype(np.float64)
+    values = given_[:rows, heads + kv_heads :]
+    np.testing.assert_allclose(
+        found[:rows, : heads + kv_heads], wanted[:, : heads + kv_heads], rtol=TOLERANCE, atol=TOLERANCE
+    )
+    np.testing.assert_array_equal(found[:rows, heads + kv_heads :], values)
+    np.testing.assert_array_equal(found[rows:], given_[rows:])
+    np.testing.assert_array_equal(pool[blocks, 1, 0, offsets], found[:rows, heads : heads + kv_heads])
+    np.testing.assert_array_equal(pool[blocks, 1, 1, offsets], values)
+    assert np.isfinite(pool).sum() == 2 * rows * kv_heads * head_dim
+
+
+@settings(max_examples=30, deadline=None)
 @given(rows=ROWS, head_dim=WIDTHS, heads=st.integers(1, 4), others=st.integers(0, 3), seed=SEEDS)
-def test_heads_are_rotated_and_normed_and_the_others_left_alone(
+def test_heads_are_normed_and_the_others_left_alone(
     rows: int, head_dim: int, heads: int, others: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     given_ = _random(random, rows, heads + others, head_dim)
-    half = _random(random, rows, head_dim // 2), _random(random, rows, head_dim // 2)
-    cos, sin = (np.concatenate([one, one], axis=1) for one in half)
     weight = _random(random, head_dim)
-    rotated, normed = given_.reshape(rows, -1).copy(), given_.reshape(rows, -1).copy()
+    normed = given_.copy()
 
-    rotate(rotated, cos, sin, heads)
     normalise_heads(normed, weight, 1e-6, 0, heads)
 
-    turned = np.concatenate([-given_[..., head_dim // 2 :], given_[..., : head_dim // 2]], axis=-1)
-    wanted = given_ * cos[:, None].astype(np.float64) + turned * sin[:, None].astype(np.float64)
-    rotated, normed = rotated.reshape(given_.shape), normed.reshape(given_.shape)
-    np.testing.assert_allclose(rotated[:, :heads], wanted[:, :heads], rtol=TOLERANCE, atol=TOLERANCE)
     np.testing.assert_allclose(normed[:, :heads], _norm(given_, weight, 1e-6)[:, :heads], rtol=1e-4, atol=TOLERANCE)
-    np.testing.assert_array_equal(rotated[:, heads:], given_[:, heads:])
     np.testing.assert_array_equal(normed[:, heads:], given_[:, heads:])
 
 
