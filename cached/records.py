@@ -18,8 +18,8 @@ from cached.retention import MAX_PRIORITY
 TABLE_VERSION = 2
 HEADER_BYTES = 4096
 MAX_FINGERPRINT_BYTES = 64
-MAX_LABEL_BYTES = 128
-"""Of a label in UTF-8."""
+MAX_LABEL_BYTES = 1024
+"""Of a label in UTF-8: as long as a model's name may be."""
 
 _FREE = 0
 _STORED = 1
@@ -29,7 +29,7 @@ _MAGIC = b"HALOCLIN"
 _BODY = struct.Struct("<BBBxIQ32s32s16sdQQQ")
 _SUM = struct.Struct("<Q")
 RECORD_BYTES = _BODY.size + _SUM.size
-_HEADER = struct.Struct("<8sIIII16sQQQQQQ64s128s")
+_HEADER = struct.Struct("<8sIIII16sQQQQQQ64s1024s")
 
 
 class StoredRecord(NamedTuple):

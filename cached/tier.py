@@ -75,7 +75,7 @@ class Tier:
             return NotAdmitted("hash", "peer and daemon do not hash alike; run one version of both")
         if hello.layout is None:
             return Admitted(self._new_session(), None)
-        part = self._part_for(hello.layout, hello.label, now)
+        part = self._part_for(hello.layout, _shown(hello.label), now)
         if isinstance(part, NotAdmitted):
             return part
         session, holder = self._new_session(), Holder(pid, started, hello.client_id)
@@ -222,10 +222,15 @@ class Tier:
         return self._next_session - 1
 
 
+def _shown(label: str) -> str:
+    """A label as it may be printed on a terminal and kept."""
+    return "".join(character if character.isprintable() else "?" for character in label)
+
+
 def _check_layout(layout: Layout, label: str) -> None:
     if not 0 < len(layout.fingerprint) <= MAX_FINGERPRINT_BYTES or not 0 < layout.block_bytes <= MAX_BLOCK_BYTES:
         raise PeerError("a layout needs a fingerprint of 1 to 64 bytes and a block of 1 byte to 4 GiB")
     if not 0 < layout.tokens_per_block <= MAX_TOKENS_PER_BLOCK:
         raise PeerError(f"a layout of {layout.tokens_per_block} tokens a block is none")
-    if len(label.encode()) > MAX_LABEL_BYTES or not label.isprintable():
-        raise PeerError(f"a layout's label has at most {MAX_LABEL_BYTES} bytes, all of them printable")
+    if len(label.encode(errors="replace")) > MAX_LABEL_BYTES:
+        raise PeerError(f"a layout's label has at most {MAX_LABEL_BYTES} bytes")

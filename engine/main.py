@@ -292,7 +292,7 @@ def _tier_worker(config: EngineConfig, runner: ModelRunner, inbox: Inbox, server
 def _tier_client(config: EngineConfig, runner: ModelRunner, timeout_s: float) -> TierClient:
     info = runner.info
     assert config.cached_socket is not None
-    hello = TierHello(info.layout_fingerprint, info.block_bytes, info.tokens_per_block)
+    hello = TierHello(info.layout_fingerprint, info.block_bytes, info.tokens_per_block, label=config.model_id)
     return TierClient(config.cached_socket, hello, timeout_s)
 
 

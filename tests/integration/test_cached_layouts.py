@@ -22,6 +22,7 @@ from tests.support.cached_daemon import Daemon, chain, daemon_directory, free_po
 
 SMALL = TierHello(b"a small model", 5000, 16, "small")
 LARGE = TierHello(b"a large model", 20000, 32, "large")
+SHARES = ("small=0.5", f"{fingerprint(b'a large model')}=0.5")
 SMALL_SLOTS, LARGE_SLOTS = 64, 25
 """Half of a MiB in slots of 8192 bytes, and a half in slots of 20480."""
 
@@ -34,10 +35,20 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def daemon(directory: Path) -> Iterator[Daemon]:
-    daemon = Daemon(directory, layouts=("small=0.5", f"{fingerprint(b'a large model')}=0.5"))
+    daemon = Daemon(directory, layouts=SHARES)
     daemon.start()
     yield daemon
     daemon.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Daemon]:
+    """The same, for tests that leave nothing behind which another one would see."""
+    with daemon_directory() as path:
+        daemon = Daemon(path, layouts=SHARES)
+        daemon.start()
+        yield daemon
+        daemon.close()
 
 
 def bytes_of(hello: TierHello, name: bytes) -> bytes:
@@ -128,9 +139,9 @@ def test_an_engine_gets_its_own_payload_and_tells_nothing_of_others(daemon: Daem
     )
 
 
-def test_a_drop_takes_an_owners_blocks_of_every_layout(daemon: Daemon) -> None:
+def test_a_drop_takes_an_owners_blocks_of_every_layout(shared: Daemon) -> None:
     for hello in (SMALL, LARGE):
-        client = daemon.client(hello=hello)
+        client = shared.client(hello=hello)
         client.commit(
             [
                 (each.reservation, 0)
@@ -139,22 +150,22 @@ def test_a_drop_takes_an_owners_blocks_of_every_layout(daemon: Daemon) -> None:
             ]
         )
 
-    assert daemon.observer().drop_owner(owner_id("acme")) == 4
+    assert shared.observer().drop_owner(owner_id("acme")) == 4
 
 
-def test_an_owners_floor_is_granted_in_each_part_in_its_proportion(daemon: Daemon) -> None:
+def test_an_owners_floor_is_granted_in_each_part_in_its_proportion(shared: Daemon) -> None:
     """What fits into the tier fits into its parts: a quarter of the tier is a quarter of each."""
-    small, large = daemon.client(hello=SMALL), daemon.client(hello=LARGE)
+    small, large = shared.client(hello=SMALL), shared.client(hello=LARGE)
     table = [OwnerShare(owner_id("acme"), 1.0, 2**18, None)]
 
     assert (small.set_owners(1, table), large.set_owners(1, table)) == ("taken", "taken")
 
-    floors = [found.owners[0].floor for part in range(2) if (found := daemon.observer().owners(part)) is not None]
+    floors = [found.owners[0].floor for part in range(2) if (found := shared.observer().owners(part)) is not None]
     assert floors == [SMALL_SLOTS // 4, LARGE_SLOTS // 4]
 
 
-def test_a_model_without_a_share_is_told_its_name(daemon: Daemon) -> None:
-    stranger = daemon.client(hello=TierHello(b"a third model", 4096, 16, "third"))
+def test_a_model_without_a_share_is_told_its_name(shared: Daemon) -> None:
+    stranger = shared.client(hello=TierHello(b"a third model", 4096, 16, "third"))
 
     assert stranger.poll() == "absent"
     assert stranger.refusal is not None
@@ -162,9 +173,9 @@ def test_a_model_without_a_share_is_told_its_name(daemon: Daemon) -> None:
     assert f"{fingerprint(b'a third model')} (third)" in stranger.refusal.message
 
 
-def test_one_layout_with_two_sizes_of_block_is_refused(daemon: Daemon) -> None:
-    assert daemon.client(hello=SMALL).poll() == "ready"
-    liar = daemon.client(hello=TierHello(b"a small model", 6000, 16, "liar"))
+def test_one_layout_with_two_sizes_of_block_is_refused(shared: Daemon) -> None:
+    assert shared.client(hello=SMALL).poll() == "ready"
+    liar = shared.client(hello=TierHello(b"a small model", 6000, 16, "liar"))
 
     assert liar.poll() == "absent"
     assert liar.refusal is not None

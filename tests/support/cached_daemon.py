@@ -38,6 +38,9 @@ sys.exit(run(CachedConfig(**json.loads(sys.argv[1]))))
 class Daemon:
     """One arena and one socket in `directory`; start it, stop it, kill it, as often as a test likes."""
 
+    wrapper: tuple[str, ...] = ()
+    """A command that runs the daemon."""
+
     def __init__(self, directory: Path, host_cache_size: int = 2**20, **settings: object) -> None:
         self.directory = directory
         self.socket = directory / "c.sock"
@@ -69,7 +72,7 @@ class Daemon:
         import json
 
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        command = [sys.executable, "-c", _PROGRAM, json.dumps(self.settings)]
+        command = [*self.wrapper, sys.executable, "-c", _PROGRAM, json.dumps(self.settings)]
         return subprocess.Popen(command, env=environment, **pipes)  # type: ignore[call-overload,no-any-return]
 
     def kill(self) -> None:
