@@ -44,9 +44,17 @@ class EngineConfig(BaseModel):
         default=0.9, gt=0.0, lt=1.0, description="Share of the GPU memory left free by the model that the pool takes."
     )
 
-    # On two cores 128 tokens keep 92 % of the rate of 256 and halve the step, which is how long a token of another
-    # sequence, or the end of a cancelled one, may have to wait.
-    max_num_tokens: int = Field(default=128, ge=1, le=1 << 20, description="Tokens of one step, prefill and decode.")
+    # A bound: below it the pace chooses (`engine/pace.py`). A full step is run at start.
+    max_num_tokens: int = Field(
+        default=512, ge=1, le=1 << 20, description="Tokens that one step may have at most, prefill and decode."
+    )
+    decode_pace: float = Field(
+        default=2.6,
+        ge=1.0,
+        le=1e6,
+        allow_inf_nan=False,
+        description="How many times as long as without prefill a step may take while streams run beside a prefill.",
+    )
     max_batch_size: int = Field(default=64, ge=1, le=65536, description="Sequences that run at once.")
     max_queue: int = Field(
         default=1024,

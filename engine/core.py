@@ -20,6 +20,7 @@ from engine.fair_places import Verdict
 from engine.index_columns import IndexColumns
 from engine.offload import Offloader, Outbox
 from engine.onboarding import Onboarding
+from engine.pace import Outlook
 from engine.plan import Sampled, StepPlan, StepResult
 from engine.planner import Planner
 from engine.protocol import FinishReason, FirstToken
@@ -140,15 +141,21 @@ class EngineCore:
 
     # Steps.
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when nothing can run now. Its result has to come before the next plan."""
+    def outlook(self) -> Outlook:
+        """What the next step could hold: from this its budget is chosen (`engine/pace.py`)."""
+        return self._planner.outlook()
+
+    def plan(self, now: float, budget: int | None = None) -> StepPlan | None:
+        """The next step of at most `budget` tokens (none given: `max_num_tokens`, its upper bound), or None when nothing
+        can run now. Its result has to come before the next plan."""
         if self._plan is not None:
             raise EngineError(f"step {self._plan.step_id} is not complete; plan() was called too early (a bug)")
         self._pool.expire(now)
         self._publish_confirmed(now)
         self._roster.let_go_overdue(now)
         self._steps += 1
-        self._plan = self._planner.make(self._steps, now)
+        most = self.settings.max_num_tokens
+        self._plan = self._planner.make(self._steps, now, most if budget is None else max(1, min(budget, most)))
         return self._plan
 
     def complete(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:

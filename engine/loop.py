@@ -23,6 +23,7 @@ from cached.protocol import OwnerShare as HostShare
 from engine.core import EngineCore
 from engine.events import Event
 from engine.index_columns import IndexColumns
+from engine.pace import StepRates, step_budget, work_of
 from engine.plan import Sampled, StepPlan, StepResult
 from engine.protocol import TierState
 from engine.rates import Rate
@@ -204,7 +205,8 @@ class Inbox:
 
 
 class StepLoop:
-    """Runs in a thread of its own from `start` to `Ended`. `deliver` is called there and must not block."""
+    """Runs in a thread of its own from `start` to `Ended`. `deliver` is called there and must not block. Without a
+    `decode_pace` every step may have all the tokens that the settings allow."""
 
     def __init__(
         self,
@@ -215,6 +217,8 @@ class StepLoop:
         *,
         tier: TierWorker | None,
         prefill_rate: Rate | None = None,
+        step_rates: StepRates | None = None,
+        decode_pace: float | None = None,
         record: Callable[[NewRequest, float], None] | None = None,
         record_path: str | None = None,
         check_when_idle: bool = False,
@@ -231,6 +235,9 @@ class StepLoop:
         self._is_unchecked = check_when_idle
         self._clock = clock
         self._prefill_rate = prefill_rate or Rate()
+        self._step_rates = step_rates or StepRates()
+        self._decode_pace = decode_pace
+        self._budget = core.settings.max_num_tokens
         self._waited_s: dict[int, float] = {}
         self._tier_state: TierState = "none" if tier is None else "absent"
         self._num_failed_in_a_row = 0
@@ -262,7 +269,10 @@ class StepLoop:
 
     def _turn(self) -> str | None:
         """One step, or one sleep; a sentence when the engine should end."""
-        plan = self._core.plan(self._clock())
+        if self._decode_pace is not None:
+            most = self._core.settings.max_num_tokens
+            self._budget = step_budget(self._step_rates, self._core.outlook(), self._decode_pace, most)
+        plan = self._core.plan(self._clock(), self._budget)
         self._pass_on()
         if plan is None:
             self._sleep()
@@ -294,9 +304,12 @@ class StepLoop:
     # Steps. ---------------------------------------------------------------------------------------------------------
 
     def _step(self, plan: StepPlan) -> list[SequenceOutput]:
-        started = time.monotonic()
+        started = self._clock()
+        failed_before = self._counters["steps_failed"]
         result = self._execute(plan)
-        self._measure(plan, result, time.monotonic() - started)
+        # One done again, chunk by chunk, says nothing of what steps cost.
+        is_whole = self._counters["steps_failed"] == failed_before
+        self._measure(plan, result, self._clock() - started, is_whole)
         self._take(0)  # First, so that what was cancelled meanwhile gets no output and its blocks are freed now.
         outputs = self._core.complete(plan, result, self._clock())
         return [self._with_waiting(output) for output in outputs]
@@ -348,16 +361,17 @@ class StepLoop:
             return False
         return all(chunk.sequence_id in cancelled for chunk in plan.chunks)
 
-    def _measure(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        num_prefill = sum(len(chunk.tokens) for chunk in plan.chunks if len(chunk.tokens) > 1)
+    def _measure(self, plan: StepPlan, result: StepResult, seconds: float, is_whole: bool) -> None:
+        work = work_of(plan)
         self._counters["steps"] += 1
         self._counters["step_seconds"] += seconds
-        self._counters["step_tokens"] += num_tokens
+        self._counters["step_tokens"] += work.num_decodes + work.num_prefill
         if result.aborted:
             self._counters["steps_aborted"] += 1
-        elif not result.failed and num_prefill * 2 > num_tokens:
-            self._prefill_rate.observe(num_prefill, seconds)
+        elif is_whole and not result.failed:
+            self._step_rates.note(work, seconds)
+            if work.num_prefill > work.num_decodes:
+                self._prefill_rate.observe(work.num_prefill, seconds)
 
     def _with_waiting(self, output: SequenceOutput) -> SequenceOutput:
         """The core counts from when it got a request; a client counts from when the engine did."""
@@ -461,8 +475,23 @@ class StepLoop:
                 "prefill_tokens_per_s": self._prefill_rate.per_s,
                 "load_bytes_per_s": tier.get("load_bytes_per_s"),
             },
+            "pace": self._pace_figures(),
             "inbox": len(self._inbox),
-            "settings": {**asdict(self._core.settings), "record": self._record_path},
+            "settings": {
+                **asdict(self._core.settings),
+                "decode_pace": self._decode_pace,
+                "record": self._record_path,
+            },
+        }
+
+    def _pace_figures(self) -> dict[str, float | None]:
+        rates = self._step_rates
+        known = rates.is_known
+        return {
+            "step_budget": self._budget,
+            "step_fixed_s": rates.fixed_s if known else None,
+            "step_decode_s": rates.decode_s if known else None,
+            "step_prefill_s": rates.prefill_s(0) if known else None,
         }
 
 

@@ -31,6 +31,7 @@ from engine.core import EngineCore
 from engine.errors import EngineConfigError, EngineError, ModelRefused
 from engine.loop import Inbox, StepLoop
 from engine.metrics import MetricsEndpoint, check_listen
+from engine.pace import StepRates, work_of
 from engine.plan import Chunk, SampleRequest, StepPlan
 from engine.protocol import Sampling
 from engine.rates import Rate
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 STEP_THREAD_END_S: Final = 5.0
 TIER_DRAIN_S: Final = 2.0
+WARM_UP_FAR: Final = 1536
+WARM_UP_FAR_TOKENS: Final = 64
 STOPPING: Final = "The engine is stopping; the request may be retried."
 
 log = structlog.get_logger("engine.main")
@@ -60,11 +63,11 @@ def run(config: EngineConfig) -> int:
         clear_socket(config.socket)
         if config.metrics_listen:
             check_listen(config.metrics_listen)
-        runner, prefill_rate = _load(config)
+        runner, prefill_rate, step_rates = _load(config)
         gc.collect()
         gc.freeze()  # The model stays; no collection has to walk it again.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as event_loop:
-            return event_loop.run(_serve(config, runner, prefill_rate))
+            return event_loop.run(_serve(config, runner, prefill_rate, step_rates))
     except (EngineConfigError, ModelRefused) as error:  # What a second try would find as it is.
         print(f"engine: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return 2
@@ -80,14 +83,14 @@ def run(config: EngineConfig) -> int:
 # Loading. -----------------------------------------------------------------------------------------------------------
 
 
-def _load(config: EngineConfig) -> tuple[ModelRunner, Rate]:
+def _load(config: EngineConfig) -> tuple[ModelRunner, Rate, StepRates]:
     progress = Progress()
     progress("loading libraries", 0.0)
     from engine.runner import load_runner  # Imports torch, which takes seconds: not before it is needed.
 
     runner = load_runner(config, progress)
     progress("measuring a full step", 0.0)
-    return runner, warm_up(runner, config.max_num_tokens)
+    return runner, *warm_up(runner, config.max_num_tokens)
 
 
 class Progress:
@@ -104,20 +107,34 @@ class Progress:
             notify(f"STATUS={line}")
 
 
-def warm_up(runner: ModelRunner, max_num_tokens: int) -> Rate:
-    """Run a prefill of one step's length, and a token after it, on blocks nobody uses yet.
+def warm_up(runner: ModelRunner, max_num_tokens: int) -> tuple[Rate, StepRates]:
+    """Run a prefill of one step's length, and tokens after it, on blocks nobody uses yet.
 
     The core never hears of it, so it counts nowhere (kv-semantics 7.1). A full step cannot meet a request unprepared
-    after this, and its time is the first measurement of the prefill rate.
+    after this, and the times are the first measurements of the prefill rate and of what steps cost.
     """
     info = runner.info
-    rate = Rate()
-    num_tokens = min(max_num_tokens, info.num_blocks * info.tokens_per_block, info.max_context_tokens) - 1
-    started = time.monotonic()
-    runner.execute(_warm_up_plan(0, num_tokens, info.tokens_per_block), lambda: False)
-    rate.observe(num_tokens, time.monotonic() - started)
-    runner.execute(_warm_up_plan(num_tokens, 1, info.tokens_per_block), lambda: False)
-    return rate
+    rate, step_rates = Rate(), StepRates()
+    room = min(info.num_blocks * info.tokens_per_block, info.max_context_tokens)
+    num_tokens = max(1, min(max_num_tokens, room) - 1)
+    few = min(WARM_UP_FAR_TOKENS, num_tokens)
+    far = min(WARM_UP_FAR, room - few)
+    lengths = [(0, num_tokens), (num_tokens, 1), (num_tokens, 1)]  # Twice, as the first of a kind wakes libraries up.
+    if far >= num_tokens:
+        lengths.append((far, few))  # What attention costs, on blocks that nobody has written.
+    measured = []
+    for start, length in lengths:
+        plan = _warm_up_plan(start, length, info.tokens_per_block)
+        measured.append((work_of(plan), _seconds(runner, plan)))
+    rate.observe(num_tokens, measured[0][1])
+    step_rates.begin_with([measured[0], *measured[2:]])
+    return rate, step_rates
+
+
+def _seconds(runner: ModelRunner, plan: StepPlan) -> float:
+    began = time.monotonic()
+    runner.execute(plan, lambda: False)
+    return time.monotonic() - began
 
 
 def _warm_up_plan(start: int, length: int, tokens_per_block: int) -> StepPlan:
@@ -130,7 +147,7 @@ def _warm_up_plan(start: int, length: int, tokens_per_block: int) -> StepPlan:
 # Serving. -----------------------------------------------------------------------------------------------------------
 
 
-async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) -> int:
+async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate, step_rates: StepRates) -> int:
     loop = asyncio.get_running_loop()
     over: asyncio.Future[int] = loop.create_future()
 
@@ -162,6 +179,8 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate) 
         server.deliver,
         tier=tier,
         prefill_rate=prefill_rate,
+        step_rates=step_rates,
+        decode_pace=config.decode_pace,
         record=recorder.record if recorder is not None else None,
         record_path=str(config.record.absolute()) if config.record is not None else None,
         check_when_idle=config.log_level == "debug",

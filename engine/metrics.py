@@ -39,7 +39,19 @@ GAUGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "requests_live": ("server", "live", "Requests inside."),
     "tier_tickets_outstanding": ("core", "tickets_outstanding", "Questions to the host tier without an answer yet."),
     "prefill_tokens_per_second": ("rates", "prefill_tokens_per_s", "Measured rate of prefill."),
-    "load_bytes_per_second": ("rates", "load_bytes_per_s", "Measured rate of loading blocks from the host tier."),
+    "step_budget_tokens": ("pace", "step_budget", "Tokens that the last step could have, decodes included."),
+    "step_fixed_seconds": ("pace", "step_fixed_s", "Learnt cost of a step whatever is in it."),
+    "step_seconds_per_decode": ("pace", "step_decode_s", "Learnt cost of one more decode, its context apart."),
+    "step_seconds_per_prefill_token": (
+        "pace",
+        "step_prefill_s",
+        "Learnt cost of one more prefilled token, its context apart.",
+    ),
+    "decode_pace": (
+        "settings",
+        "decode_pace",
+        "How many times as long as without prefill a step may take beside running streams.",
+    ),
     "secondary_offload_min_priority": (
         "settings",
         "secondary_offload_min_priority",

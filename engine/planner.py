@@ -13,6 +13,7 @@ from dataclasses import replace
 from engine.block_pool import BlockPool
 from engine.offload import Offloader
 from engine.onboarding import Onboarding
+from engine.pace import Outlook
 from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan
 from engine.prefix_cache import Walk
 from engine.roster import Roster
@@ -25,6 +26,9 @@ _SHARE_OF_OTHERS = 4
 _RESERVED_SHARE = 8
 """One part in so many of the running places is kept for owners that have nothing running: long answers of one owner
 would otherwise hold all places, and another's first token would wait for the end of one of them."""
+
+_FORESIGHT = 32
+"""How many waiting prompts are looked at to choose how large a step should be."""
 
 
 class _Step:
@@ -53,9 +57,10 @@ class Planner:
         self._onboarding = onboarding
         self._offloader = offloader
 
-    def make(self, step_id: int, now: float) -> StepPlan | None:
-        """The plan, with everything allocated and published that it needs; None when nothing can run."""
-        step = _Step(step_id, self._settings.max_num_tokens)
+    def make(self, step_id: int, now: float, budget: int) -> StepPlan | None:
+        """The plan of at most `budget` tokens, with everything allocated and published that it needs; None when nothing
+        can run."""
+        step = _Step(step_id, budget)
         self._schedule_decodes(step, now)
         prefills = self._prefills()
         self._schedule_share(prefills, step, now)
@@ -64,6 +69,38 @@ class Planner:
         self._admit(step, now, step.budget)
         self._roster.waiting.restore_aside()
         return StepPlan(step_id, tuple(step.copies), tuple(step.chunks)) if step.chunks else None
+
+    def outlook(self) -> Outlook:
+        """What the next step could hold, as far as its budget depends on it."""
+        num_decodes = context = 0
+        prefills: list[Sequence] = []
+        for sequence in self._roster.running.values():
+            if sequence.state is not State.RUNNING:
+                continue
+            if sequence.is_decoding:
+                num_decodes += 1
+                context += sequence.num_tokens
+            else:
+                prefills.append(sequence)
+        left = [each.num_tokens - each.num_computed for each in prefills]
+        start = prefills[0].num_computed if prefills else 0
+        # Beside decodes only the next chunk is asked for; a crowd's order does not depend on more than its beginning.
+        for sequence in self._roster.waiting.first(int(not prefills) if num_decodes else _FORESIGHT):
+            known = self._num_known(sequence)
+            if not left:
+                start = known
+            left.append(sequence.num_tokens - known)
+        return Outlook(num_decodes, context, start, left)
+
+    def _num_known(self, sequence: Sequence) -> int:
+        """Tokens that a waiting sequence will not compute: they are there, or the one it waits for computes them."""
+        num_blocks = self._cache.num_cached(sequence)
+        awaited = self._roster.waiting.parked_on(sequence)
+        if awaited is not None:
+            hashes = sequence.block_hashes(0)
+            while num_blocks < len(hashes) and hashes[num_blocks] in self._roster.producers:
+                num_blocks += 1
+        return num_blocks * self._settings.tokens_per_block
 
     def is_awaited(self, walk: Walk) -> bool:
         """Whether somebody makes the block at which the walk ends (kv-semantics 3.3)."""

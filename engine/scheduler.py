@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 
 from cached.keys import BlockHash
 from engine.fair_places import FairPlaces
@@ -77,6 +78,21 @@ class WaitingQueue:
             del self._lanes[owner]
             self._rotation.remove(owner)
         return None
+
+    def first(self, count: int) -> list[Sequence]:
+        """At most so many that are ready or parked, about in the order of their turns: preempted ones, then by owner."""
+        found: dict[Sequence, None] = {}
+        if count > 0:
+            lanes = (self._front, *(self._lanes[owner] for owner in self._rotation))
+            for entry in islice(chain.from_iterable(lanes), 2 * count):  # What has left may still stand in a lane.
+                if entry[2] in self._ready:
+                    found[entry[2]] = None
+            found.update(dict.fromkeys(islice(self._parked_on, count)))
+        return list(islice(found, count))
+
+    def parked_on(self, sequence: Sequence) -> BlockHash | None:
+        """The block that a parked sequence waits for; None of any other."""
+        return self._parked_on.get(sequence)
 
     def take(self, sequence: Sequence) -> None:
         """The candidate leaves the queue: it is admitted, and its owner goes to the end of the round."""

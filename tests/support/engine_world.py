@@ -175,11 +175,16 @@ class World:
         self._collect()
         return sequence_id, answer
 
-    def start_step(self) -> StepPlan | None:
+    def start_step(self, budget: int | None = None) -> StepPlan | None:
         """Plan, and do what the device does before it has an answer."""
         assert self.outstanding is None
-        plan = self.core.plan(self.now)
+        outlook = self.core.outlook()
+        plan = self.core.plan(self.now, budget)
         self._collect()
+        if plan is not None:
+            assert outlook.num_decodes or outlook.left, "a step that nobody saw coming"
+            assert all(left > 0 for left in outlook.left)
+            assert budget is None or sum(len(chunk.tokens) for chunk in plan.chunks) <= budget
         self.outstanding = plan
         return plan
 

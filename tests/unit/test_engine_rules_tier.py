@@ -153,9 +153,10 @@ def test_rule_7_1_the_warm_up_counts_nowhere() -> None:
     """It runs on the device before the core exists; its blocks are not in the index of the core that comes."""
     runner = FakeRunner(FakeInfo(num_blocks=8))
 
-    rate = warm_up(runner, 16)  # type: ignore[arg-type]
+    rate, step_rates = warm_up(runner, 16)  # type: ignore[arg-type]
 
     assert rate.per_s is not None
+    assert step_rates.is_known
     world = World(settings(runner.info.tokens_per_block, 8))
     statistics = world.core.statistics()
     assert (statistics.tokens_prompt, statistics.tokens_prefilled, statistics.tokens_generated) == (0, 0, 0)

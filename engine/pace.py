@@ -1,0 +1,191 @@
+"""Chooses how many tokens the next step may have, from what steps were measured to cost.
+
+A running stream's pause between two tokens is one step, so a long prompt beside it comes in chunks; the smaller they are,
+the more of each step goes into reading the weights. `decode_pace` is the trade: a step may take that many times as long
+as it would without prefill. Of the time that prefill gets it keeps (decode_pace − 1) ÷ decode_pace. Where nobody
+decodes, chunks are as large as pays; where several prompts wait, not so large that those who could have had their first
+token wait for the others'. Measuring steps is for the loop, filling them for the planner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from engine.plan import StepPlan
+
+LEAST_PREFILL: Final = 16
+"""Tokens that prompts get in any step, whatever the pace: none of them stands still."""
+_LARGE_ENOUGH: Final = 16
+"""A chunk that costs so many times what any step costs: twice as large a one would win three per cent."""
+_PRIOR: Final = (24.0, 1.3, 1 / 1200, 1.0, 1 / 2400)
+"""What to begin with, in units of a prefilled token: a small model on a CPU. Measurements put it right."""
+_GAIN: Final = 0.2
+"""How much of a step's surprise is believed."""
+_COMMON: Final = 0.6
+"""How much of it is taken for news of the machine, which makes everything slower or quicker, rather than of one cost."""
+_ENOUGH: Final = 4
+"""Steps of a kind after which one that took very long, or hardly any time, is an accident rather than news."""
+_ACCIDENT: Final = math.log(1.5)
+_TOLD: Final = 100
+_SHORTEST_S, _LONGEST_S = 1e-7, 1e4
+_LEAST_COST, _MOST_COST = 1e-15, 1e5
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step's time depends on. A context is the number of tokens attended to, summed over the tokens that attend."""
+
+    num_decodes: int = 0
+    decode_context: int = 0
+    num_prefill: int = 0
+    prefill_context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the next step could hold: those that decode; from which position on the next prompt's chunk would go, and how
+    many tokens prompts have left to compute, in the order of their turns."""
+
+    num_decodes: int = 0
+    decode_context: int = 0
+    prefill_start: int = 0
+    left: Sequence[int] = ()
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    """A plan as what it costs; a chunk of one token counts as a decode."""
+    num_decodes = decode_context = num_prefill = prefill_context = 0
+    for chunk in plan.chunks:
+        count = len(chunk.tokens)
+        if count == 1:
+            num_decodes += 1
+            decode_context += chunk.start + 1
+        else:
+            num_prefill += count
+            prefill_context += count * chunk.start + count * (count + 1) // 2
+    return StepWork(num_decodes, decode_context, num_prefill, prefill_context)
+
+
+class StepRates:
+    """What a step costs, as learnt: so much anyhow, for each decode, for each prefilled token, and for each token that
+    either attends to.
+
+    After each step costs are scaled by the surprise: part of it is taken for the machine's, which others may use, and
+    scales all costs alike; the rest goes to each by its part in the step. So costs stay positive, nothing has to be
+    remembered of single steps, and what work costs that has not been seen for long keeps its proportion to the rest.
+    """
+
+    def __init__(self) -> None:
+        self._costs = list(_PRIOR)
+        self._num_seen = {True: 0, False: 0}
+
+    def begin_with(self, measured: Sequence[tuple[StepWork, float]]) -> None:
+        """Steps that were run in order to learn from them: told again and again, until each is what is expected."""
+        usable = [(work, seconds) for work, seconds in measured if _is_measurement(work, seconds)]
+        for work, seconds in usable:
+            self.note(work, seconds)
+        for work, seconds in usable * _TOLD:
+            self._believe(work, self._surprise(work, seconds) / 2, common=0.0)
+
+    def note(self, work: StepWork, seconds: float) -> None:
+        """One step that ran to its end."""
+        if not _is_measurement(work, seconds):
+            return
+        has_prefill = work.num_prefill > 0
+        seen = self._num_seen[has_prefill]
+        surprise = self._surprise(work, seconds)
+        if not self.is_known:
+            self._scale([surprise] * len(_PRIOR))
+        elif seen < _ENOUGH:
+            self._believe(work, surprise / (1 + seen), common=0.0)
+        else:
+            surprise = _GAIN * max(-_ACCIDENT, min(_ACCIDENT, surprise))
+            self._believe(work, surprise, common=_COMMON)
+        self._num_seen[has_prefill] += 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step has been seen."""
+        return any(self._num_seen.values())
+
+    def seconds(self, work: StepWork) -> float:
+        """How long a step with this work is expected to take."""
+        return sum(self._parts(work))
+
+    @property
+    def fixed_s(self) -> float:
+        """What a step costs whatever is in it."""
+        return self._costs[0]
+
+    @property
+    def decode_s(self) -> float:
+        """What one more decode costs, its context apart."""
+        return self._costs[1]
+
+    def prefill_s(self, start: int) -> float:
+        """What one more token of a prompt costs at this position."""
+        return self._costs[3] + self._costs[4] * start
+
+    def prefill_tokens(self, seconds: float, start: int) -> float:
+        """How many tokens of a prompt, from position `start` on, are computed in this time, beside the step's other costs."""
+        per_token, per_context = self.prefill_s(start), self._costs[4]
+        # From seconds = per_token × n + per_context × n² ÷ 2, in the form that does not cancel.
+        return 2 * seconds / (per_token + math.sqrt(per_token * per_token + 2 * per_context * seconds))
+
+    def _surprise(self, work: StepWork, seconds: float) -> float:
+        return math.log(min(max(seconds, _SHORTEST_S), _LONGEST_S) / self.seconds(work))
+
+    def _believe(self, work: StepWork, surprise: float, common: float) -> None:
+        """Expect so much more of this work from now on, to first order."""
+        parts = self._parts(work)
+        expected = sum(parts)
+        own = (1 - common) * surprise * expected / sum(part * part for part in parts)
+        self._scale([common * surprise + own * part for part in parts])
+
+    def _scale(self, moves: Sequence[float]) -> None:
+        self._costs = [
+            min(max(cost * math.exp(max(-9.0, min(9.0, move))), _LEAST_COST), _MOST_COST)
+            for cost, move in zip(self._costs, moves, strict=True)
+        ]
+
+    def _parts(self, work: StepWork) -> list[float]:
+        amounts = (1, work.num_decodes, work.decode_context, work.num_prefill, work.prefill_context)
+        return [cost * amount for cost, amount in zip(self._costs, amounts, strict=True)]
+
+
+def _is_measurement(work: StepWork, seconds: float) -> bool:
+    return seconds > 0 and (work.num_decodes > 0 or work.num_prefill > 0)
+
+
+def step_budget(rates: StepRates, outlook: Outlook, decode_pace: float, most: int) -> int:
+    """Tokens that the next step may have, decodes included: at least one, at most `most`."""
+    if not rates.is_known:
+        return most
+    chunk = _large_enough(rates, outlook)
+    if outlook.num_decodes:
+        alone_s = rates.seconds(StepWork(outlook.num_decodes, outlook.decode_context))
+        chunk = min(chunk, rates.prefill_tokens((decode_pace - 1) * alone_s, outlook.prefill_start))
+    chunk = max(chunk, LEAST_PREFILL)
+    return most if chunk >= most else min(most, outlook.num_decodes + int(chunk))
+
+
+def _large_enough(rates: StepRates, outlook: Outlook) -> float:
+    """Tokens of a chunk beside no decodes.
+
+    With chunks of C tokens, a step's fixed cost being that of x tokens, prompts have their first token after what is
+    before them, times (1 + x ÷ C), and all but the last wait half a chunk longer than they would have to for the end of
+    their step. The mean is least at C = √(2x × mean of what is before them × n ÷ (n − 1)).
+    """
+    fixed = rates.fixed_s / rates.prefill_s(outlook.prefill_start)
+    chunk = _LARGE_ENOUGH * fixed
+    count = len(outlook.left)
+    if count < 2:
+        return chunk
+    before = total = 0
+    for left in outlook.left:
+        before += left
+        total += before
+    return min(chunk, math.sqrt(2 * fixed * total / (count - 1)))

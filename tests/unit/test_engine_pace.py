@@ -1,0 +1,196 @@
+"""The budget of a step follows what steps cost, what waits, and the trade that was set."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from engine.main import warm_up
+from engine.pace import LEAST_PREFILL, Outlook, StepRates, StepWork, step_budget, work_of
+from engine.plan import Chunk, StepPlan
+from tests.support.fake_runner import FakeInfo, FakeRunner
+
+FIXED, DECODE, DECODE_CONTEXT, PREFILL, PREFILL_CONTEXT = COSTS = (0.03, 0.0016, 1.1e-6, 0.00125, 0.52e-6)
+"""What was measured of the demo model on two cores."""
+
+
+def cost(work: StepWork, scale: float = 1.0) -> float:
+    amounts = (1, work.num_decodes, work.decode_context, work.num_prefill, work.prefill_context)
+    return scale * sum(each * amount for each, amount in zip(COSTS, amounts, strict=True))
+
+
+def prefill_work(tokens: int, start: int = 0) -> StepWork:
+    return StepWork(0, 0, tokens, tokens * start + tokens * (tokens + 1) // 2)
+
+
+def beside(decodes: StepWork, prefill: StepWork) -> StepWork:
+    return StepWork(decodes.num_decodes, decodes.decode_context, prefill.num_prefill, prefill.prefill_context)
+
+
+def learn(rates: StepRates, noise: float = 0.0, scale: float = 1.0, steps: int = 200, seed: int = 1) -> StepRates:
+    """Steps of every kind, as a machine of these costs would run them."""
+    rng = random.Random(seed)
+    for _ in range(steps):
+        number = rng.choice((1, 4, 16))
+        decodes = StepWork(number, number * rng.choice((200, 1000)))
+        prefill = prefill_work(rng.choice((16, 40, 128, 300)), rng.choice((0, 500, 2000)))
+        work = rng.choice((decodes, prefill, beside(decodes, prefill)))
+        rates.note(work, cost(work, scale) * (1 + rng.uniform(-noise, noise)))
+    return rates
+
+
+@pytest.mark.parametrize("start", [0, 1000, 3800])
+@pytest.mark.parametrize("num_decodes", [1, 4, 16])
+def test_a_step_beside_streams_takes_as_many_times_a_step_of_decodes_as_was_set(num_decodes: int, start: int) -> None:
+    decodes = StepWork(num_decodes, num_decodes * 600)
+    outlook = Outlook(num_decodes, num_decodes * 600, start, [4000 - start])
+
+    budget = step_budget(learn(StepRates(), noise=0.1), outlook, 2.6, 4096)
+
+    taken = cost(beside(decodes, prefill_work(budget - num_decodes, start))) / cost(decodes)
+    assert taken == pytest.approx(2.6, rel=0.15)
+
+
+def test_streams_keep_their_pace_through_a_long_prefill_and_it_keeps_its_rate() -> None:
+    """The bar of the setting's default, on the costs that were measured: pauses ≤ 3 ×, prefill ≥ 60 % of its rate alone."""
+    rates = learn(StepRates(), noise=0.1)
+    rng = random.Random(2)
+    times, pauses = {}, []
+    for num_decodes in (0, 4):
+        start, times[num_decodes], context = 0, 0.0, 300 * num_decodes
+        while start < 4000:
+            budget = step_budget(rates, Outlook(num_decodes, context, start, [4000 - start]), 2.6, 512)
+            chunk = min(budget - num_decodes, 4000 - start)
+            work = beside(StepWork(num_decodes, context), prefill_work(chunk, start))
+            seconds = cost(work) * rng.uniform(0.95, 1.05)
+            rates.note(work, seconds)
+            times[num_decodes] += seconds
+            if num_decodes:
+                pauses.append(seconds / cost(StepWork(num_decodes, context)))
+            start += chunk
+            context += num_decodes
+
+    assert sorted(pauses)[int(0.95 * len(pauses))] <= 3
+    assert times[0] / times[4] >= 0.6
+
+
+def test_nothing_was_measured_so_the_bound_holds() -> None:
+    assert step_budget(StepRates(), Outlook(3, 900, 0, [4000]), 2.6, 128) == 128
+
+
+@pytest.mark.parametrize("prefill", [0.01, 0.1, 1.0, 3.0])
+@pytest.mark.parametrize("attention", [0.1, 1.0, 2.0])
+def test_three_steps_at_the_start_are_enough_to_begin_with(prefill: float, attention: float) -> None:
+    """Also of machines on which prefill is far cheaper beside decodes than on a CPU, and of models with less attention."""
+
+    def seconds(work: StepWork) -> float:
+        without = StepWork(work.num_decodes, work.decode_context)
+        attending = attention * PREFILL_CONTEXT * work.prefill_context
+        return cost(without) + prefill * (PREFILL * work.num_prefill + attending)
+
+    rates = StepRates()
+    rates.begin_with([(work, seconds(work)) for work in (prefill_work(511), StepWork(1, 512), prefill_work(64, 1536))])
+
+    for work in (StepWork(4, 1200), prefill_work(128), prefill_work(256, 1000)):
+        assert rates.seconds(work) == pytest.approx(seconds(work), rel=0.35)
+
+
+@pytest.mark.parametrize(("max_num_tokens", "num_blocks"), [(1, 2), (2, 2), (512, 2), (16, 500), (512, 500)])
+def test_the_warm_up_fits_any_bound_and_any_pool(max_num_tokens: int, num_blocks: int) -> None:
+    runner = FakeRunner(FakeInfo(num_blocks=num_blocks))
+
+    _, rates = warm_up(runner, max_num_tokens)  # type: ignore[arg-type]
+
+    assert rates.is_known
+    assert max(runner.computed) <= max_num_tokens
+
+
+def test_one_long_prompt_alone_goes_in_chunks_that_lose_little_and_not_in_larger_ones() -> None:
+    rates = learn(StepRates())
+
+    budget = step_budget(rates, Outlook(0, 0, 0, [4000]), 2.6, 8192)
+
+    assert 0.04 < FIXED / (budget * PREFILL) < 0.09
+    assert step_budget(rates, Outlook(0, 0, 0, [4000]), 2.6, 128) == 128
+
+
+def test_many_short_prompts_go_in_steps_of_which_the_first_end_early() -> None:
+    """Sixteen requests with 20 new tokens each: the mean time to their first token, were nobody to decode meanwhile."""
+    rates = learn(StepRates())
+
+    def mean_wait(chunk: int) -> float:
+        ends = [math.ceil(20 * (place + 1) / chunk) * (FIXED + PREFILL * chunk) for place in range(16)]
+        return sum(ends) / len(ends)
+
+    budget = step_budget(rates, Outlook(0, 0, 0, [20] * 16), 2.6, 512)
+
+    best = min(mean_wait(chunk) for chunk in range(20, 321, 20))
+    assert mean_wait(budget // 20 * 20) <= 1.1 * best
+    assert mean_wait(320) > 1.15 * best
+
+
+def test_a_crowd_behind_one_long_prefix_does_not_make_its_chunks_small() -> None:
+    rates = learn(StepRates())
+
+    alone = step_budget(rates, Outlook(0, 0, 0, [1000]), 2.6, 512)
+    with_crowd = step_budget(rates, Outlook(0, 0, 0, [1000, *[20] * 15]), 2.6, 512)
+
+    assert alone / 2 < with_crowd <= alone
+
+
+@pytest.mark.parametrize("scale", [0.25, 4.0])
+def test_a_machine_that_changes_is_followed(scale: float) -> None:
+    rates = learn(StepRates(), noise=0.1)
+
+    learn(rates, noise=0.1, scale=scale, steps=60, seed=3)
+
+    for work in (StepWork(4, 1200), prefill_work(128, 1000), beside(StepWork(4, 1200), prefill_work(40, 1000))):
+        assert rates.seconds(work) == pytest.approx(cost(work, scale), rel=0.3)
+
+
+def test_what_prefill_costs_is_remembered_while_only_decodes_run() -> None:
+    rates = learn(StepRates())
+    outlook = Outlook(4, 1200, 0, [4000])
+    before = step_budget(rates, outlook, 2.6, 512)
+    rng = random.Random(4)
+
+    for _ in range(10_000):
+        rates.note(StepWork(4, 1200), cost(StepWork(4, 1200)) * rng.uniform(0.8, 1.3))
+
+    assert step_budget(rates, outlook, 2.6, 512) == pytest.approx(before, rel=0.2)
+
+
+def test_a_machine_that_is_slower_while_streams_never_pause_is_followed_without_steps_of_decodes_alone() -> None:
+    rates = learn(StepRates())
+    outlook = Outlook(4, 1200, 1000, [10**6])
+    for _ in range(300):
+        chunk = step_budget(rates, outlook, 2.6, 512) - 4
+        work = beside(StepWork(4, 1200), prefill_work(chunk, 1000))
+        rates.note(work, cost(work, 3.0))
+
+    chunk = step_budget(rates, outlook, 2.6, 512) - 4
+    assert 1.8 < cost(beside(StepWork(4, 1200), prefill_work(chunk, 1000))) / cost(StepWork(4, 1200)) < 3.2
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 1e300, 1e-300])
+def test_one_impossible_duration_changes_little(seconds: float) -> None:
+    rates = learn(StepRates())
+    outlook = Outlook(4, 1200, 0, [4000])
+    before = step_budget(rates, outlook, 2.6, 512)
+
+    rates.note(beside(StepWork(4, 1200), prefill_work(40)), seconds)
+
+    assert step_budget(rates, outlook, 2.6, 512) == pytest.approx(before, rel=0.35)
+
+
+def test_a_plan_is_what_its_chunks_attend_to() -> None:
+    plan = StepPlan(1, (), (Chunk(1, 299, (5,), (), None), Chunk(2, 32, (5, 5, 5), (), None)))
+
+    assert work_of(plan) == StepWork(1, 300, 3, 33 + 34 + 35)
+
+
+def test_prompts_never_stand_still() -> None:
+    assert step_budget(learn(StepRates()), Outlook(20, 6000, 0, [4000]), 1.0, 512) == 20 + LEAST_PREFILL
+    assert step_budget(learn(StepRates()), Outlook(500, 6000, 0, [4000]), 1.0, 512) == 512
