@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cached.protocol import MAX_OWNERS, REFUSAL_REASONS, Count, RefusalReason
+from cached.protocol import MAX_OWNERS, REFUSAL_REASONS, Count, Counted, RefusalReason
 from cached.retention import MAX_PRIORITY
 
 BAND_WIDTH = 10
@@ -26,27 +26,12 @@ def _per_reason() -> dict[RefusalReason, int]:
 
 
 @dataclass(slots=True)
-class StoreCounters:
-    """Blocks, counted. Only `used` goes down: visible blocks by priority; the rest only rises."""
+class StoreCounters(Counted):
+    """What one store has done, and `used`, which also goes down: visible blocks by priority."""
 
-    looked_up: int = 0
-    found: int = 0
-    stored: int = 0
-    loaded: int = 0
-    aborted: int = 0
-    expired: int = 0
-    dropped: int = 0
-    dropped_unused: int = 0
-    verified: int = 0
-    corrupt: int = 0
-    restored: int = 0
-    lost_at_restart: int = 0
-    leases_broken: int = 0
-    reservations_expired: int = 0
     used: list[int] = field(default_factory=_per_priority)
     evicted: list[int] = field(default_factory=_per_priority)
     refused: dict[RefusalReason, int] = field(default_factory=_per_reason)
-    payload_mended: int = 0
     refused_by_owner: dict[bytes, dict[RefusalReason, int]] = field(default_factory=dict)
     evicted_by_owner: dict[bytes, int] = field(default_factory=dict)
 
@@ -69,11 +54,7 @@ class StoreCounters:
 
     def as_fields(self) -> dict[str, Any]:
         """The counters under the names of `protocol.TierStatistics`."""
-        plain = {
-            name: getattr(self, name)
-            for name in self.__dataclass_fields__
-            if name not in ("used", "evicted", "refused", "refused_by_owner", "evicted_by_owner")
-        }
+        plain = {each.name: getattr(self, each.name) for each in fields(Counted)}
         evicted: dict[str, int] = {band_of(priority): 0 for priority in range(0, MAX_PRIORITY + 1, BAND_WIDTH)}
         for priority, count in enumerate(self.evicted):
             evicted[band_of(priority)] += count

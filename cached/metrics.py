@@ -48,6 +48,7 @@ COUNTERS = {
     "leases_broken": "Releases of leases that had not held",
     "payload_mended": "Times the payload was found cut short or holed by a peer and made whole",
     "reservations_expired": "Reservations neither committed nor aborted in time",
+    "sockets_remade": "Times the socket's file was gone and was made again",
 }
 FAMILIES = {
     "used_by_priority": ("priority", "Blocks stored, by priority"),

@@ -442,13 +442,36 @@ class LayoutLine:
     corrupt: int
 
 
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
+@dataclass(slots=True)
+class Counted:
+    """What has been done since the daemon started: blocks, unless the name says something else; numbers only rise. The store
+    counts in one, and a snapshot is one."""
+
+    looked_up: int = 0
+    found: int = 0
+    stored: int = 0
+    loaded: int = 0
+    aborted: int = 0
+    expired: int = 0
+    dropped: int = 0
+    dropped_unused: int = 0
+    verified: int = 0
+    corrupt: int = 0
+    restored: int = 0
+    lost_at_restart: int = 0
+    leases_broken: int = 0
+    reservations_expired: int = 0
+    payload_mended: int = 0
+
+
+@dataclass(slots=True)
+class TierStatistics(Counted):
     """What the tier holds (blocks, unless the name says bytes) and has done since the daemon started (kv-semantics 7.2).
     Sums over all layouts; `layout_fingerprint` and `slot_bytes` are the only one's, and empty when there are several.
 
     `used` = idle + leased blocks; reserved and quarantined slots come on top; `allocated_slots` grows to
-    `capacity_slots` while the arena is being allocated.
+    `capacity_slots` while the arena is being allocated. A snapshot is replaced and never changed, which cannot be enforced
+    beside a base that counts.
     """
 
     layout_fingerprint: str = ""
@@ -467,23 +490,9 @@ class TierStatistics:
     unverified: int = 0
     owners: int = 0
     used_by_priority: tuple[Count, ...] = ()
-    looked_up: int = 0
-    found: int = 0
-    stored: int = 0
-    loaded: int = 0
-    aborted: int = 0
-    expired: int = 0
-    dropped: int = 0
-    dropped_unused: int = 0
-    verified: int = 0
-    corrupt: int = 0
-    restored: int = 0
-    lost_at_restart: int = 0
-    leases_broken: int = 0
-    reservations_expired: int = 0
     shares_version: int = 0
     floors_total: int = 0
-    payload_mended: int = 0
+    sockets_remade: int = 0
     evicted_by_priority: tuple[Count, ...] = ()
     refused_by_reason: tuple[Count, ...] = ()
     layouts: tuple[LayoutLine, ...] = ()

@@ -191,6 +191,7 @@ class Server:
         self._listener, self._socket_id, self._unreachable_because = listener, _file_id(path), ""
         self._accept_again_at = None
         self._watch(listener.fileno(), self._accept)
+        self.tier.sockets_remade += 1
         log.warning("the socket was gone and was made again", socket=str(path))
 
     def _wait_s(self) -> float:

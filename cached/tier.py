@@ -58,6 +58,8 @@ class Tier:
         self._engines: dict[int, _Engine] = {}
         self._settled_by: dict[bytes, int] = {}
         self._next_to_verify = 0
+        self.sockets_remade = 0
+        """How often the shell had to make its socket again; it counts, and it is shown with the rest."""
         for part in self.parts:
             part.take_over(iter(self._new_session, None), now)
 
@@ -181,6 +183,7 @@ class Tier:
             capacity_bytes=sum(line.capacity_bytes for line in lines),
             allocated_bytes=sum(line.allocated_bytes for line in lines),
             sessions=len(self._engines),
+            sockets_remade=self.sockets_remade,
             owners=len({owner for part in self.parts if part.store for owner in part.store.owners.counts()}),
             layouts=lines,
         )

@@ -76,6 +76,7 @@ def _values() -> list[str]:
         protocol.OwnerLine,
         protocol.Setting,
         protocol.LayoutLine,
+        protocol.Counted,
         protocol.TierStatistics,
     ):
         lines += [f"### {kind.__name__}", "", _text(kind), "", *_fields(kind)]
