@@ -30,6 +30,8 @@ class PeerLocks:
         or when the client itself has locked others out."""
         path = self._path(client_id)
         try:
+            # Whoever cleans up directories may have removed this one, whose arena lives on in what is open of it.
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Opened anew for every session: the lock of a former one stays with the client until it lets go of that.
             fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -57,7 +59,10 @@ class PeerLocks:
 
     def keep_only(self, client_ids: Container[bytes]) -> None:
         """Remove the locks of clients that hold nothing here."""
-        for name in os.listdir(self._directory):
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            names = os.listdir(self._directory)
+        for name in names:
             with contextlib.suppress(ValueError, OSError):
                 if bytes.fromhex(name) not in client_ids:
                     os.unlink(self._directory / name)
