@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from cached import translation
 from cached.keys import OwnerId
 from cached.link import Link
-from cached.mapped_payload import prepare_copies
+from cached.mapped_payload import RegistrableMemory, prepare_copies
 from cached.protocol import (
     MAX_ROWS,
     Abort,
@@ -56,7 +56,7 @@ from cached.protocol import Lease as LeaseRequest
 from cached.shares import ShareTable, fault_of
 from cached.translation import TouchedRow
 
-__all__ = ["Lease", "ListedPage", "TierClient", "prepare_copies"]
+__all__ = ["Lease", "ListedPage", "RegistrableMemory", "TierClient", "prepare_copies"]
 
 _Reply = TypeVar("_Reply")
 _Value = TypeVar("_Value")
@@ -106,6 +106,14 @@ class TierClient:
         copies go through `read` and `write`, which notice when a peer has cut the payload short.
         """
         return self._link.payload.view() if self.state == "ready" and self._link.holds(()) else None
+
+    @property
+    def registrable(self) -> RegistrableMemory | None:
+        """The same bytes and how slots lie in them, once all of their memory is there to be registered with a device."""
+        welcome = self._link.welcome
+        if welcome is None or not welcome.payload_bytes or not self._link.holds(()):
+            return None
+        return self._link.payload.registrable(welcome)
 
     @property
     def num_slots(self) -> int:

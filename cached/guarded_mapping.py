@@ -53,6 +53,8 @@ class GuardedMapping:
         self.array = np.frombuffer(self._mapping, np.uint8)
         self._length = length
         self._populated = 0
+        self.is_populated = False
+        """Every page has been made present, or cannot be: `populate_next` has nothing more to do."""
         self._address = self.array.ctypes.data
         self._copy_spans = compiled()
         self._place = self._guard.add(self._address, length)
@@ -89,12 +91,14 @@ class GuardedMapping:
         """Make the next piece's pages present in this process, so that no copy pays for it; False: that was all, or it
         cannot be done. May run in a thread of its own."""
         size = min(PIECE_BYTES, self._length - self._populated)
-        if size <= 0:
-            return False
-        address = self._address + self._populated
-        self._populated += size
-        libc = ctypes.CDLL(None, use_errno=True)
-        return int(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)) == 0
+        is_made = size > 0
+        if is_made:
+            address = self._address + self._populated
+            self._populated += size
+            libc = ctypes.CDLL(None, use_errno=True)
+            is_made = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
+        self.is_populated = not is_made
+        return is_made
 
 
 class _Guard:

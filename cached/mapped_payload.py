@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cached.errors import WireError
@@ -18,6 +19,16 @@ from cached.protocol import Welcome
 
 if TYPE_CHECKING:
     from cached.guarded_mapping import GuardedMapping
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrableMemory:
+    """A payload's bytes and where slots lie in them: see `protocol.Welcome`."""
+
+    memory: memoryview
+    slot_bytes: int
+    num_slots: int
+    registration_bytes: int
 
 
 class MappedPayload:
@@ -63,6 +74,13 @@ class MappedPayload:
         """All bytes, writable; None without a payload, or while it is cut short."""
         mapping = self._map()
         return None if mapping is None else mapping.array.data
+
+    def registrable(self, welcome: Welcome) -> RegistrableMemory | None:
+        """What to register with a device; None until the mapping is populated: a driver would have to fetch its pages."""
+        mapping = self._map()
+        if mapping is None or not mapping.is_populated:
+            return None
+        return RegistrableMemory(mapping.array.data, welcome.slot_bytes, welcome.num_slots, welcome.registration_bytes)
 
     def copy_out(self, offsets: Sequence[int], outs: Sequence[memoryview]) -> bool:
         """Copy to each of `outs` from its offset; False: bytes were missing."""

@@ -75,6 +75,12 @@ class EngineConfig(BaseModel):
     )
     offload_policy: OffloadPolicy = Field(default="on_release", description="When idle blocks are offered.")
     verify_loads: bool = Field(default=True, description="Compare the checksum of each block that is loaded.")
+    pin_chunk_size: ByteSize = Field(
+        default=ByteSize(1 << 30),
+        ge=0,
+        le=1 << 36,
+        description="Bytes of the host tier that are registered with CUDA at once; 0: none, copies go through a buffer.",
+    )
     tier_timeout_ms: int = Field(default=50, ge=1, le=10_000, description="Longest wait for one answer of the tier.")
 
     event_buffer_max_size: int = Field(default=16384, ge=0, le=1 << 24, description="KV events kept; 0: none.")

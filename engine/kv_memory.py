@@ -1,8 +1,9 @@
 """Owns the device's KV pool: `[block, layer, K or V, token, kv_head, head_dim]`, one block one run of bytes.
 
-It copies whole blocks out and in, beginnings of blocks from one to another, and hands views to the attention. Which
-block holds what is for the block pool to know. Reading and writing whole blocks may happen on a transfer thread while
-a step runs on other blocks; the caller keeps the two apart (what is named in a plan does not move).
+It copies beginnings of blocks from one to another, hands views to the attention, and says how whole blocks go to the host
+tier and come back. Which block holds what is for the block pool to know. The tier worker copies on a thread of its own
+while a step runs on other blocks; the core keeps the two apart (what is named in a plan does not move), and on a device with
+streams `begin_step` and `end_step` do so once more.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine.copy_streams import CopyStreams
+from engine.cuda_device import CudaDevice, load_cudart
+from engine.fences import blocks_of
 from engine.layout import BlockLayout
-from engine.plan import BlockCopy
+from engine.pinning import PayloadPins, StagingBuffer
+from engine.plan import BlockCopy, StepPlan
+from engine.stream_transfer import StreamTransfer
+from engine.transfer import BlockTransfer, HostTransfer
 
+STAGING_BYTES = 32 * 2**20
+"""Of a device's copies that do not go straight to the arena, or are compared: as much goes in one batch."""
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,6 +39,9 @@ class KvMemory:
         self._block_rows = self.pool.view(-1, layout.tokens_per_block * token_width)
         self._bytes = self.pool.view(torch.uint8).view(num_blocks, layout.block_bytes)
         self._host_bytes = self._bytes.numpy() if device.type == "cpu" else None
+        self._streams: CopyStreams | None = None
+        if device.type == "cuda":
+            self._streams = CopyStreams(CudaDevice(self.pool, layout.block_bytes), layout.block_bytes)
 
     def token_rows(self, slots: torch.Tensor) -> torch.Tensor:
         """The row of each slot's K in layer 0, for `write`."""
@@ -58,6 +70,25 @@ class KvMemory:
             assert copy.source != copy.target, f"copy of block {copy.source} onto itself"
             assert 0 < copy.num_tokens <= self.layout.tokens_per_block, f"copy of {copy.num_tokens} tokens"
             self.pool[copy.target, :, :, : copy.num_tokens] = self.pool[copy.source, :, :, : copy.num_tokens]
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before anything of a step is told to the device: see `copy_streams.py`."""
+        if self._streams is not None:
+            self._streams.begin_step(blocks_of(plan, self.layout.tokens_per_block))
+
+    def end_step(self) -> None:
+        """After all of a step, or as much as was wanted, was told to the device: return when it is done."""
+        if self._streams is not None:
+            self._streams.finish_step(self._streams.end_step())
+
+    def transfer(self, pin_chunk_bytes: int) -> BlockTransfer:
+        """How blocks go to the host tier and come back; its payload is pinned in chunks of that size, 0: it is not."""
+        block_bytes = self.layout.block_bytes
+        if self._streams is None:
+            return HostTransfer(self, block_bytes)
+        cudart = load_cudart(self.device) if pin_chunk_bytes else None
+        staging = StagingBuffer(cudart, max(1, STAGING_BYTES // block_bytes) * block_bytes)
+        return StreamTransfer(self._streams, PayloadPins(cudart, pin_chunk_bytes), staging, block_bytes)
 
     def block_view(self, block_id: int) -> memoryview:
         """The bytes of one block in place, where the device is the processor."""

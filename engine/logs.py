@@ -15,6 +15,7 @@ import structlog
 
 ALLOWED_FIELDS: Final = frozenset(
     {
+        "bytes",
         "client",
         "connections",
         "device",

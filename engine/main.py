@@ -38,7 +38,6 @@ from engine.rates import Rate
 from engine.request_recorder import RequestRecorder
 from engine.server import EngineServer, ServerFacts, clear_socket
 from engine.tier import TierWorker
-from engine.transfer import HostTransfer
 from engine.values import CoreSettings
 
 if TYPE_CHECKING:
@@ -297,7 +296,7 @@ def _tier_worker(config: EngineConfig, runner: ModelRunner, inbox: Inbox, server
     info = runner.info
     return TierWorker(
         lambda: _tier_client(config, runner, config.tier_timeout_ms / 1e3),
-        HostTransfer(runner.kv, info.block_bytes),
+        runner.kv.transfer(config.pin_chunk_size),
         block_bytes=info.block_bytes,
         tokens_per_block=info.tokens_per_block,
         verify_loads=config.verify_loads,

@@ -1,7 +1,7 @@
 """Starts the device side and executes plans: copies, one packed forward pass, sampling.
 
 It decides how large the pool is and refuses one that does not fit; what runs in a step is for the core. One thread
-owns the runner; only `KvMemory.read_block` and `write_block` may be called from another.
+owns the runner; the copies of `KvMemory.transfer` are another's.
 """
 
 from __future__ import annotations
@@ -79,15 +79,14 @@ class ModelRunner:
     def execute(self, plan: StepPlan, abandon: Callable[[], bool]) -> StepResult:
         """Runs `plan` to its end, or until `abandon` says, between two layers, that nobody wants it any more."""
         began = time.perf_counter()
+        self.kv.begin_step(plan)
         try:
             self.kv.copy_tokens(plan.copies)
             sampled, failed = self._compute(plan, abandon) if plan.chunks else ((), ())
         except StepAbandoned:
             return StepResult(plan.step_id, (), aborted=True, duration_s=time.perf_counter() - began)
         finally:
-            # A step is over when the device is done with its blocks, abandoned or not (see `_CudaTransfer`).
-            if self.kv.device.type == "cuda":
-                torch.cuda.current_stream(self.kv.device).synchronize()
+            self.kv.end_step()  # A step is over when the device is done with its blocks, abandoned or not.
         return StepResult(plan.step_id, sampled, failed, duration_s=time.perf_counter() - began)
 
     def _compute(

@@ -215,6 +215,7 @@ class TierWorker:
             finally:
                 self._drop_client()
         self._answer_all_with_nothing()
+        self._transfer.close()
 
     def _serve(self) -> None:
         while not self._is_over():
@@ -449,6 +450,8 @@ class TierWorker:
         absent, and only the next verb, or poll, opens another."""
         client = self._require_client()
         self._tell(client.state)
+        if client.state == "ready":
+            self._transfer.look(client)
         refusal = client.refusal
         if refusal is not None and refusal != self._refusal:
             log.warning("the cache daemon refuses this engine", reason=refusal.reason, error=refusal.message)
@@ -503,7 +506,8 @@ class TierWorker:
     def statistics(self) -> dict[str, Any]:
         """The counters, for statistics and metrics."""
         counters = replace(self.counters)
-        return {name: getattr(counters, name) for name in TierCounters.__slots__}  # type: ignore[attr-defined]
+        figures = {name: getattr(counters, name) for name in TierCounters.__slots__}  # type: ignore[attr-defined]
+        return figures | self._transfer.statistics()
 
 
 def _batches(items: list[_Item], size: int) -> list[list[_Item]]:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import xxhash
 
-from cached.client import Lease
+from cached.client import Lease, RegistrableMemory
 from cached.protocol import LeasedBlock, Reserved
 
 COPY_BYTES: Final = 2 * 2**20
@@ -24,6 +24,14 @@ COPY_BYTES: Final = 2 * 2**20
 
 class Payload(Protocol):
     """What copies need of the tier's client."""
+
+    @property
+    def payload(self) -> memoryview | None:
+        """All bytes of the arena, mapped; None without a session."""
+
+    @property
+    def registrable(self) -> RegistrableMemory | None:
+        """The same, once it may be registered with a device."""
 
     def may_copy(self, numbers: Sequence[int]) -> bool:
         """Whether these leases and reservations are of the session that is open."""
@@ -69,6 +77,15 @@ class BlockTransfer(Protocol):
     ) -> LoadOutcome:
         """Copy leased blocks into device blocks. One that does not count may have been overwritten all the same."""
 
+    def look(self, payload: Payload) -> None:
+        """Between copies, while there is a session: make ready for the payload that it came with, if that is another."""
+
+    def close(self) -> None:
+        """Let go of everything; nothing is copied afterwards."""
+
+    def statistics(self) -> dict[str, int]:
+        """How much of the payload is pinned: `pinned_bytes`, `unpinned_bytes`, `pin_failures`. Asked by any thread."""
+
 
 class HostBlocks(Protocol):
     """KV memory that the processor reaches."""
@@ -99,6 +116,17 @@ class HostTransfer:
         if not payload.read_many(lease, leased, views):
             return Unreadable()
         return compare(leased, views) if verify else Arrived()
+
+    def look(self, payload: Payload) -> None:
+        """See `BlockTransfer`. Whoever looks at the bytes has them mapped, and populated in the background."""
+        _ = payload.payload
+
+    def close(self) -> None:
+        """See `BlockTransfer`."""
+
+    def statistics(self) -> dict[str, int]:
+        """See `BlockTransfer`. The processor needs nothing pinned."""
+        return {"pinned_bytes": 0, "unpinned_bytes": 0, "pin_failures": 0}
 
 
 def compare(blocks: Sequence[LeasedBlock], copies: Sequence[memoryview]) -> Arrived | Mismatched:

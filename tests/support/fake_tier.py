@@ -74,6 +74,12 @@ class FakeTierClient:
     def num_slots(self) -> int:
         return self.tier.num_slots if self.state == "ready" else 0
 
+    @property
+    def payload(self) -> memoryview | None:
+        return self._payload if self.state == "ready" else None
+
+    registrable = None
+
     def may_copy(self, numbers: Sequence[int]) -> bool:
         return self.state == "ready"
 
