@@ -47,6 +47,14 @@ GAUGES: Final[Mapping[str, tuple[str, str, str]]] = {
         "step_prefill_s",
         "Learnt cost of one more prefilled token, its context apart.",
     ),
+    "tier_pinned_bytes": ("tier", "pinned_bytes", "Bytes of the host tier that a device copies from and to by itself."),
+    "tier_unpinned_bytes": (
+        "tier",
+        "unpinned_bytes",
+        "Bytes of the host tier that a device needs a buffer for: not pinned yet, or refused by CUDA.",
+    ),
+    "tier_pin_failures": ("tier", "pin_failures", "Chunks of the host tier that CUDA refused to pin."),
+    "load_bytes_per_second": ("rates", "load_bytes_per_s", "Measured rate of loading blocks from the host tier."),
     "decode_pace": (
         "settings",
         "decode_pace",
