@@ -1,8 +1,9 @@
-"""Runs the layers of the Llama family by hand on the CPU in float32: prepacked linears, everything else in one pass.
+"""Runs the layers of the Llama family by hand on the CPU in float32: packed linears, everything else in one pass.
 
 The transformers module stays the reference and what serves every other device, data type and architecture; whether
 this path can take a model's place is decided here, once, at start. Each weight is held once, in the order in which
-oneDNN reads it; embeddings stay mapped from their file. Attention is the same as the reference's.
+its linear layer reads it (oneDNN's in float32, FBGEMM's in int8); embeddings stay mapped from their file, norms are
+float32. Attention is the same as the reference's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engine.batch import PackedBatch
 from engine.layer_kernels import add_normalise, gate, normalise, normalise_heads
 from engine.model import LoadedModel
 from engine.model_files import ModelFiles
-from engine.prepacked import PackedLinear, pieces_of
+from engine.prepacked import Linear, LinearFactory, PackedLinear, pieces_of
 
 FAMILY: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 # The fewest rows worth handing to oneDNN may be more than there are: on AVX-512 four rows take less time than one.
@@ -34,16 +35,17 @@ class _Layer:
     """The weights of one layer. `norms_on_heads` are those of Q and K, where the family has them."""
 
     input_norm: np.ndarray
-    qkv: PackedLinear
+    qkv: Linear
     norms_on_heads: tuple[np.ndarray, np.ndarray] | None
-    attention_out: PackedLinear
+    attention_out: Linear
     mlp_norm: np.ndarray
-    gate_up: PackedLinear
-    mlp_down: PackedLinear
+    gate_up: Linear
+    mlp_down: Linear
 
 
-def fuse(model: LoadedModel) -> FusedModel | None:
-    """The same model with fused layers, or None where it is not of the kind that they compute.
+def fuse(model: LoadedModel, linear: LinearFactory = PackedLinear) -> FusedModel | None:
+    """The same model with fused layers, or None where it is not of the kind that they compute. `linear` makes its
+    linear layers.
 
     The given model's weights move over: it must not be used afterwards.
     """
@@ -58,13 +60,13 @@ def fuse(model: LoadedModel) -> FusedModel | None:
         and config.hidden_act == "silu"
         and 2 * rotary.inv_freq.shape[0] == model.shape.head_dim
     )
-    return FusedModel(model) if fits else None
+    return FusedModel(model, linear) if fits else None
 
 
 class FusedModel:
     """As `LoadedModel`, for the families and the machine that `fuse` accepts."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, linear: LinearFactory) -> None:
         module: Any = model.module
         self.files = model.files
         self.shape = model.shape
@@ -76,12 +78,12 @@ class FusedModel:
         self._scale: float = module.model.layers[0].self_attn.scaling
         self._final_norm = _owned(module.model.norm.weight)
         # The largest comes first, so that no moment holds more than one weight twice.
-        self._head = PackedLinear([module.lm_head])
+        self._head = linear([module.lm_head])
         self._embedding = _mapped(model.files, _EMBEDDING, module.model.embed_tokens.weight)
         module.lm_head = module.model.embed_tokens = None
         self._layers = []
         for index, layer in enumerate(module.model.layers):
-            self._layers.append(_pack_layer(layer))
+            self._layers.append(_pack_layer(layer, linear))
             module.model.layers[index] = torch.nn.Identity()
         self._fewest_rows = _quickest_rows([layer.gate_up for layer in self._layers])
 
@@ -173,19 +175,19 @@ class _Hidden:
     gated_array: np.ndarray
 
 
-def _pack_layer(layer: Any) -> _Layer:
+def _pack_layer(layer: Any, linear: LinearFactory) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = None
     if hasattr(attention, "q_norm"):
         norms = (_owned(attention.q_norm.weight), _owned(attention.k_norm.weight))
     return _Layer(
         input_norm=_owned(layer.input_layernorm.weight),
-        qkv=PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
+        qkv=linear([attention.q_proj, attention.k_proj, attention.v_proj]),
         norms_on_heads=norms,
-        attention_out=PackedLinear([attention.o_proj]),
+        attention_out=linear([attention.o_proj]),
         mlp_norm=_owned(layer.post_attention_layernorm.weight),
-        gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj]),
-        mlp_down=PackedLinear([mlp.down_proj], pieces_of(mlp.down_proj.in_features)),
+        gate_up=linear([mlp.gate_proj, mlp.up_proj]),
+        mlp_down=linear([mlp.down_proj], pieces_of(mlp.down_proj.in_features)),
     )
 
 
@@ -204,7 +206,7 @@ def _mapped(files: ModelFiles, name: str, loaded: torch.Tensor) -> torch.Tensor:
     return loaded.detach().clone()
 
 
-def _quickest_rows(linears: list[PackedLinear]) -> int:
+def _quickest_rows(linears: list[Linear]) -> int:
     """How many rows a single one is best padded to on this machine, measured on the weights themselves, whose number
     keeps them out of the caches."""
     best: dict[int, float] = {}

@@ -62,7 +62,7 @@ def gate(gate_up: Floats, out: Floats) -> None:
     kernel(gate_up.reshape(rows, 2, pieces, width), out)
 
 
-def _both(function: Callable[..., None]) -> tuple[Any, Any]:
+def compile_both(function: Callable[..., None]) -> tuple[Any, Any]:
     """The kernel for few rows and the one for many."""
     # With Python's error model every division is a branch, and no loop with one becomes vectors.
     options: dict[str, Any] = {"fastmath": _FASTMATH, "nogil": True, "cache": True, "error_model": "numpy"}
@@ -141,8 +141,8 @@ def _gate(gate_up: Any, out: Any) -> None:
                 result[i] = gates[i] / (one + exp32(-gates[i])) * ups[i]
 
 
-_add_normalise_few, _add_normalise_many = _both(_add_normalise)
-_normalise_few, _normalise_many = _both(_normalise)
-_normalise_heads_few, _normalise_heads_many = _both(_normalise_heads)
-_rotate_and_store_few, _rotate_and_store_many = _both(_rotate_and_store)
-_gate_few, _gate_many = _both(_gate)
+_add_normalise_few, _add_normalise_many = compile_both(_add_normalise)
+_normalise_few, _normalise_many = compile_both(_normalise)
+_normalise_heads_few, _normalise_heads_many = compile_both(_normalise_heads)
+_rotate_and_store_few, _rotate_and_store_many = compile_both(_rotate_and_store)
+_gate_few, _gate_many = compile_both(_gate)

@@ -5,7 +5,8 @@ torch's own `linear` brings a weight into that order at every call, which for fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,20 @@ _PACKED_FOR_ROWS = 16
 # oneDNN adds up all of a row's products one after another, so that its rounding grows with their number; above this
 # many they are added up in pieces. Down projections, whose inputs are the most uneven, lose four times less by it.
 _PIECE_INPUTS = 1024
+
+
+class Linear(Protocol):
+    """Several linear layers of one input as one, however their weights are held."""
+
+    num_inputs: int
+    pieces: int
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+LinearFactory = Callable[..., Linear]
+"""Called with the layers, and with the number of pieces in which float32 best adds up their inputs where that is not
+one; how many it is to be, the layer that comes back says."""
 
 
 class PackedLinear:
