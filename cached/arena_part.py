@@ -103,6 +103,11 @@ class ArenaPart:
             raise
         self._write_header(self._header())
 
+    def relabel(self, label: str) -> None:
+        """Its engines call the layout something else now."""
+        self.label = label
+        self._write_header(self._header())
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot; 0 while it is cut for nothing."""

@@ -59,6 +59,9 @@ class PartFiles(Records, Protocol):
     def format(self, layout: Layout, label: str = "") -> None:
         """Cut the payload for `layout`; no record is left."""
 
+    def relabel(self, label: str) -> None:
+        """Note what engines call the layout now."""
+
     def slots_for(self, layout: Layout) -> int:
         """How many blocks of `layout` fit."""
 

@@ -414,9 +414,20 @@ class Server:
             self._threads.append(thread)
 
     def _allocate(self) -> None:
+        began, told = time.monotonic(), 0
         try:
             while not self._stopping and self._arena.allocate_next():
                 self._wake()
+                quarters = 4 * self._arena.allocated_bytes // self._arena.payload_bytes
+                if quarters > told:
+                    told = quarters
+                    seconds = round(time.monotonic() - began, 2)
+                    log.info(
+                        "arena is being allocated",
+                        percent=25 * told,
+                        bytes=self._arena.allocated_bytes,
+                        seconds=seconds,
+                    )
         except ArenaError as error:
             log.error("the arena stays smaller than asked", reason=str(error), bytes=self._arena.allocated_bytes)
 

@@ -207,6 +207,8 @@ class Tier:
             return NotAdmitted(chosen.reason, chosen.message)
         part = self.parts[chosen]
         if part.files.layout == layout:
+            if part.files.label != label:
+                part.files.relabel(label)
             return part
         if part.files.slots_for(layout) == 0:
             return NotAdmitted(
