@@ -15,9 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cached.client import Lease
 from engine.config import EngineConfig
 from engine.runner import ModelRunner, load_runner
+from engine.transfer import Arrived
 from tests.support.engine_harness import EngineHarness, Generated, poison
+from tests.support.fake_payload import FakePayload
 from tests.support.tiny_model import write_tiny_model
 
 DEVICE = "cuda"
@@ -141,27 +144,38 @@ def test_every_block_comes_back_byte_for_byte_while_the_device_computes(case: Ca
     poison(runner)
     num_blocks, size = runner.info.num_blocks, runner.info.block_bytes
     half = num_blocks // 2
+    blocks = range(half, min(num_blocks, half + 16))
     contents = {
         block: torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(block)).numpy()
-        for block in range(half, min(num_blocks, half + 16))
+        for block in blocks
     }
-    wrong: list[int] = []
+    for block, content in contents.items():
+        runner.kv.write_block(block, memoryview(content.tobytes()))
+    payload = FakePayload(2 * len(blocks), -(-size // 4096) * 4096, size)
+    transfer = runner.kv.transfer(1 << 24)
+    wrong: list[object] = []
 
     def copy() -> None:
         for _ in range(5):
-            for block, content in contents.items():
-                runner.kv.write_block(block, memoryview(content.tobytes()))
-            for block, content in contents.items():
-                out = bytearray(size)
-                runner.kv.read_block(block, memoryview(out))
-                if bytes(out) != content.tobytes():
-                    wrong.append(block)
+            transfer.look(payload)
+            for first in range(0, len(blocks), transfer.batch_blocks):
+                batch = list(blocks)[first : first + transfer.batch_blocks]
+                transfer.store(payload, [(block, payload.reserved(block - half)) for block in batch])
+                leased = [(block, payload.leased(block - half)) for block in batch]
+                if transfer.load(payload, Lease(1, 1, ()), leased, verify=True) != Arrived():
+                    wrong.append(batch)
+        for block, content in contents.items():
+            out = bytearray(size)
+            runner.kv.read_block(block, memoryview(out))
+            if bytes(out) != content.tobytes():
+                wrong.append(block)
 
     thread = threading.Thread(target=copy)
     thread.start()
     harness = EngineHarness(runner, num_blocks=half)
     generated = [one for prompt in PROMPTS[:5] for one in harness.generate([prompt], MAX_TOKENS)]
     thread.join()
+    transfer.close()
 
     assert wrong == []
     assert_parity(case, generated)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,8 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cached.client import Lease, RegistrableMemory
-from cached.protocol import LeasedBlock, Reserved
+from cached.client import Lease
 from engine.copy_runs import Run, runs_of
 from engine.copy_streams import CopyStreams
 from engine.fences import StepBlocks, blocks_of
@@ -27,6 +24,7 @@ from engine.stream_transfer import StreamTransfer
 from engine.transfer import Arrived, Mismatched, Unreadable
 from tests.support.async_device import HOST, STREAMS, AsyncDevice, Event
 from tests.support.fake_cudart import FakeCudart
+from tests.support.fake_payload import FakePayload
 
 NUM_BLOCKS = 12
 BLOCK = 4096
@@ -37,58 +35,6 @@ TOUCHED = 3
 """The device block that everything in a scenario meets at."""
 
 
-@dataclass
-class FakePayload:
-    """A payload and its client; `ends_after` questions its session is over."""
-
-    ends_after: int | None = None
-    copied_by_host: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        fd = os.memfd_create("payload")
-        os.truncate(fd, SLOT * NUM_SLOTS)
-        self.mapping = mmap.mmap(fd, SLOT * NUM_SLOTS)
-        os.close(fd)
-        self.array = np.frombuffer(self.mapping, np.uint8)
-        self.array[:] = 0
-
-    @property
-    def payload(self) -> memoryview:
-        return self.array.data
-
-    @property
-    def registrable(self) -> RegistrableMemory:
-        return RegistrableMemory(self.payload, SLOT, NUM_SLOTS, 2**30)
-
-    def slot(self, number: int) -> np.ndarray:
-        return self.array[number * SLOT : number * SLOT + BLOCK]
-
-    def may_copy(self, numbers: Sequence[int]) -> bool:
-        if self.ends_after is None:
-            return True
-        self.ends_after -= 1
-        return self.ends_after >= 0
-
-    def read_many(self, lease: Lease, blocks: Sequence[LeasedBlock], outs: Sequence[memoryview]) -> bool:
-        for block, out in zip(blocks, outs, strict=True):
-            self.copied_by_host.append(block.slot_offset // SLOT)
-            out[:] = self.payload[block.slot_offset : block.slot_offset + BLOCK]
-        return True
-
-    def write_many(self, reserved: Sequence[Reserved], data: Sequence[memoryview]) -> bool:
-        for slot, content in zip(reserved, data, strict=True):
-            self.copied_by_host.append(slot.slot_offset // SLOT)
-            self.payload[slot.slot_offset : slot.slot_offset + BLOCK] = content
-        return True
-
-    def reserved(self, slot: int) -> Reserved:
-        return Reserved(slot + 1, slot * SLOT)
-
-    def leased(self, slot: int, checksum: int | None = None) -> LeasedBlock:
-        own = xxhash.xxh3_64_intdigest(self.slot(slot))
-        return LeasedBlock(slot * SLOT, 1, own if checksum is None else checksum, 35, None, "demote")
-
-
 class Rig:
     """A device, its streams, a payload, and how blocks go between them."""
 
@@ -96,7 +42,7 @@ class Rig:
         self.device = device
         self.streams = CopyStreams(device, BLOCK)
         self.host = np.zeros((NUM_BLOCKS, BLOCK), np.uint8)
-        self.payload = FakePayload()
+        self.payload = FakePayload(NUM_SLOTS, SLOT, BLOCK)
         self.pins = PayloadPins(cudart, chunk_bytes)
         buffer = StagingBuffer(cudart, STAGED * BLOCK)
         self.staging = np.frombuffer(buffer.memory, np.uint8)
