@@ -24,11 +24,16 @@ class BlockCopy:
     num_tokens: int
 
 
+def has_penalties(sampling: Sampling) -> bool:
+    """Whether what was generated before weighs on what comes next."""
+    return sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """Choose one token after a chunk. `seed` is never None here; `output_index` is how many tokens were generated
-    before (the counter of the random stream); `prompt` and `output` feed the penalties; `eos_allowed` is false below
-    `min_tokens`."""
+    before (the counter of the random stream); `prompt` and `output` feed the penalties, and `output` is empty where the
+    sampling has none; `eos_allowed` is false below `min_tokens`."""
 
     sampling: Sampling
     seed: int

@@ -14,7 +14,7 @@ from engine.block_pool import BlockPool
 from engine.offload import Offloader
 from engine.onboarding import Onboarding
 from engine.pace import Outlook
-from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan
+from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan, has_penalties
 from engine.prefix_cache import Walk
 from engine.roster import Roster
 from engine.sequence import Sequence, Served, State
@@ -276,6 +276,7 @@ def _sample_request(sequence: Sequence) -> SampleRequest:
         seed=request.seed,
         output_index=sequence.num_output,
         prompt=request.prompt,
-        output=tuple(sequence.tokens[sequence.num_prompt :]),
+        # A copy for each token would cost an answer of n tokens n² ÷ 2.
+        output=tuple(sequence.tokens[sequence.num_prompt :]) if has_penalties(request.sampling) else (),
         eos_allowed=is_eos_allowed(request.sampling, sequence.num_output),
     )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.plan import SampleRequest
+from engine.plan import SampleRequest, has_penalties
 from engine.protocol import TokenLogprob, TopLogprob
 
 _STREAM = 0x68616C6F636C696E  # Sets this use of a seed apart from any other.
@@ -88,14 +88,7 @@ def _broken_rows(logits: torch.Tensor) -> list[str | None]:
 def _adjust(logits: torch.Tensor, request: SampleRequest, eos_token_ids: Sequence[int]) -> str | None:
     """Applies penalties, bias and forbidden tokens to one row in place; says why where it cannot."""
     sampling, vocabulary = request.sampling, logits.shape[-1]
-    plain = (
-        sampling.repetition_penalty == 1.0
-        and sampling.frequency_penalty == 0.0
-        and sampling.presence_penalty == 0.0
-        and not sampling.logit_bias
-        and request.eos_allowed
-    )
-    if plain:
+    if not has_penalties(sampling) and not sampling.logit_bias and request.eos_allowed:
         return None
 
     device = logits.device
