@@ -1,7 +1,8 @@
 """`halocline cache`: asks the running daemon over its socket and prints what it says; holds no opinion of its own.
 
-How figures look is `render`'s. Tenants' names come from the context object (`ctx.obj.tenant_ids`), since the cache knows
-owners only; without a tenant store owners are shown as they are.
+How figures look is `render`'s. What the cache does not know comes from the context object where that has it: tenants' names
+(`ctx.obj.tenant_ids`), without which owners are shown as they are, which shares were set for them (`ctx.obj.shares`), and the
+engine's figures of its own tier (`ctx.obj.device_tier`).
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import click
 
 from cached import render
 from cached.keys import OwnerId, owner_id
 from cached.observer import TierObserver
+from cached.shares import trouble_of
 
 STATS_SCHEMA = "halocline.cache_stats.v1"
 OWNERS_SCHEMA = "halocline.cache_owners.v1"
@@ -64,19 +66,25 @@ def stats(context: click.Context, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a look on stdout, for scripts.")
 @click.pass_context
 def top(context: click.Context, interval_s: float, rounds: int | None, as_json: bool) -> None:
-    """Watch the host tier: its room, bands of priority, owners, hit rates, rates of store and load."""
+    """Watch the tiers: room, bands of priority, owners, hit rates, rates of store and load.
+
+    The device's line is the running engine's, and where prompt tokens came from since the look before; without an engine
+    that answers it is left out. Everything else is the host tier's.
+    """
     names = _names(context)
-    with _observer(context) as observer:
-        looks = _looks(context, observer, interval_s, rounds)
+    # Ctrl-C is how a look that does not end is ended.
+    with suppress(KeyboardInterrupt), _observer(context) as observer, _device(context) as device:
+        looks = _looks(context, observer, device, interval_s, rounds)
         if as_json:
-            for before, now, owners, seconds in looks:
-                click.echo(json.dumps({"schema": TOP_SCHEMA, **render.top_fields(before, now, owners, names, seconds)}))
+            for before, now, owners, seconds, engine in looks:
+                fields = render.top_fields(before, now, owners, names, seconds)
+                click.echo(json.dumps({"schema": TOP_SCHEMA, **fields, "device": engine}))
             return
         from rich.live import Live
 
         with Live(auto_refresh=False, screen=sys.stdout.isatty()) as live:
-            for before, now, owners, seconds in looks:
-                live.update(render.top(before, now, owners, names, seconds), refresh=True)
+            for before, now, owners, seconds, engine in looks:
+                live.update(render.top(before, now, owners, names, seconds, engine), refresh=True)
 
 
 @cache.command("ls")
@@ -116,16 +124,23 @@ def owners(context: click.Context, as_json: bool) -> None:
     names = _names(context)
     with _observer(context) as observer:
         found = _owners(context, observer)
+        tier: dict[str, Any] = observer.stats() or _absent(context, observer)
+    trouble = _trouble(context, tier)
     if as_json:
         rows = [render.owner_fields(each.layout, line, names) for each in found for line in each.reply.owners]
         head = {
             "version": max((each.reply.version for each in found), default=0),
             "capacity_slots": sum(each.reply.capacity_slots for each in found),
             "left_off": sum(each.reply.left_off for each in found),
+            "floors_total": tier["floors_total"],
+            "trouble": trouble,
         }
         click.echo(json.dumps({"schema": OWNERS_SCHEMA, **head, "owners": rows}))
     else:
         click.echo(render.owners(found, names))
+        click.echo(render.shares_in_force(tier))
+        if trouble:
+            click.echo(f"warning: {trouble}", err=True)
 
 
 @cache.command()
@@ -142,6 +157,9 @@ def drop(context: click.Context, tenant: str, yes: bool, as_json: bool) -> None:
     if tenant_id is None:
         click.echo(f"there is no tenant {tenant!r}; `halocline tenant list` names them", err=True)
         context.exit(EXIT_UNKNOWN)
+    if not yes and not _may_ask(context):
+        click.echo(f"nothing removed: no terminal to ask on; to drop the blocks of {tenant}, add --yes", err=True)
+        context.exit(EXIT_REFUSED)
     if not yes and not click.confirm(f"Remove all host blocks of {tenant}?", err=True):
         context.exit(EXIT_REFUSED)
     with _observer(context) as observer:
@@ -226,9 +244,12 @@ def _absent(context: click.Context, observer: TierObserver) -> NoReturn:
     raise click.exceptions.Exit(EXIT_ABSENT)
 
 
-def _looks(context: click.Context, observer: TierObserver, interval_s: float, rounds: int | None) -> Iterator[Any]:
-    """The statistics before and now, the owners, and the seconds between."""
+def _looks(
+    context: click.Context, observer: TierObserver, device: Device | None, interval_s: float, rounds: int | None
+) -> Iterator[Any]:
+    """The statistics before and now, the owners, the seconds between, and what the engine says of its tier."""
     before, at = observer.stats() or _absent(context, observer), time.monotonic()
+    engine_before = device.look() if device is not None else None
     number = 0
     while rounds is None or number < rounds:
         number += 1
@@ -236,8 +257,9 @@ def _looks(context: click.Context, observer: TierObserver, interval_s: float, ro
         now = observer.stats() or _absent(context, observer)
         found = _owners(context, observer)
         seen = time.monotonic()
-        yield before, now, found, seen - at
-        before, at = now, seen
+        engine = device.look() if device is not None else None
+        yield before, now, found, seen - at, render.device_fields(engine_before, engine)
+        before, at, engine_before = now, seen, engine
 
 
 def _layouts(context: click.Context, observer: TierObserver) -> list[tuple[int, str]]:
@@ -253,6 +275,37 @@ def _owners(context: click.Context, observer: TierObserver) -> list[render.Owner
         render.OwnersOf(name, observer.owners(part) or _absent(context, observer))
         for part, name in _layouts(context, observer)
     ]
+
+
+class Device(Protocol):
+    """What is needed of an engine's figures."""
+
+    def look(self) -> dict[str, Any] | None: ...
+    def close(self) -> None: ...
+
+
+@contextmanager
+def _device(context: click.Context) -> Iterator[Device | None]:
+    connect: Callable[[], Device] | None = getattr(context.obj, "device_tier", None)
+    device = None if connect is None else connect()
+    try:
+        yield device
+    finally:
+        if device is not None:
+            device.close()
+
+
+def _trouble(context: click.Context, tier: dict[str, Any]) -> str | None:
+    """Why the shares that were set are not in force; None also where nobody knows which were set."""
+    known: Callable[[], tuple[int, int] | None] | None = getattr(context.obj, "shares", None)
+    found = None if known is None else known()
+    if found is None or not tier["capacity_slots"]:
+        return None
+    return trouble_of(*found, tier["shares_version"], tier["capacity_bytes"])
+
+
+def _may_ask(context: click.Context) -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _tenant_ids(context: click.Context) -> dict[str, str]:

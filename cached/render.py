@@ -119,6 +119,16 @@ def owners(found: Sequence[OwnersOf], names: Names) -> str:
     return "\n".join([_table(_without_layout([head, *rows], len(found))), *rest])
 
 
+def shares_in_force(stats: Mapping[str, Any]) -> str:
+    """The line below the owners: which shares count, and how much of the tier is promised."""
+    if not stats["shares_version"]:
+        return "shares: none in force, so nobody has a floor or a ceiling"
+    return (
+        f"shares: version {stats['shares_version']} in force, floors of {stats['floors_total']} "
+        f"of {stats['capacity_slots']} blocks"
+    )
+
+
 def owner_fields(layout: str, line: OwnerLine, names: Names) -> dict[str, Any]:
     """One owner for scripts."""
     return {
@@ -217,10 +227,40 @@ def _layout_look(before: Mapping[str, Any], now: Mapping[str, Any], seconds: flo
     }
 
 
+_FROM = ("device", "host", "computed")
+
+
+def device_fields(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The device tier for scripts: its blocks, and where prompt tokens came from since the look before. A counter that fell
+    is another engine's, which began at 0."""
+    if now is None:
+        return None
+    was = before or now
+    names = [f"tokens_{name}" for name in _FROM]
+    began_anew = any(now[name] < was[name] for name in names)
+    return {
+        **{name: now[f"blocks_{name}"] for name in ("total", "used", "idle", "free")},
+        **{name: now[name] - (0 if began_anew else was[name]) for name in names},
+    }
+
+
+def _device_line(engine: Mapping[str, Any]) -> str:
+    tokens = {name: engine[f"tokens_{name}"] for name in _FROM}
+    total = sum(tokens.values())
+    served = ", ".join(f"{100 * count / total:.1f} % {name}" for name, count in tokens.items()) if total else "none"
+    room = f"{engine['used'] + engine['idle']} of {engine['total']} blocks used, {engine['used']} by requests"
+    return f"device tier   {room}   prompt tokens: {served}"
+
+
 def top(
-    before: Mapping[str, Any], now: Mapping[str, Any], found: Sequence[OwnersOf], names: Names, seconds: float
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    found: Sequence[OwnersOf],
+    names: Names,
+    seconds: float,
+    engine: Mapping[str, Any] | None = None,
 ) -> RenderableType:
-    """One look of the live view."""
+    """One look of the live view; `engine` is the device tier's part."""
     from rich.console import Group
     from rich.table import Table
 
@@ -256,7 +296,8 @@ def top(
             f"{_size(line['stored_bytes_per_s'])}/s",
             f"{_size(line['loaded_bytes_per_s'])}/s",
         )
-    return Group(head, "", parts, "", bands, "", shares)
+    device = [] if engine is None else [_device_line(engine)]
+    return Group(*device, head, "", parts, "", bands, "", shares)
 
 
 def _largest(found: Sequence[OwnersOf]) -> list[tuple[str, OwnerLine]]:

@@ -82,6 +82,28 @@ def judge(table: ShareTable, in_force: ShareTable, capacity: int) -> OwnersOutco
     return "floors_exceed_capacity" if table.floors_total > capacity else "taken"
 
 
+def trouble_of(set_version: int, floors_bytes: int, in_force_version: int, tier_bytes: int) -> str | None:
+    """Why the shares that were set, of which these are the version and the sum of floors, are not those in force, and what to
+    do; None when they are, or nobody has set any."""
+    if set_version in (0, in_force_version):
+        return None
+    if floors_bytes > tier_bytes:
+        return (
+            f"the floors of all tenants are {floors_bytes} bytes together and the host tier has {tier_bytes}, so it refuses all "
+            "shares and keeps the former ones; lower a floor with `halocline tenant share`, or raise cached.host_cache_size "
+            "and restart cached"
+        )
+    if in_force_version > set_version:
+        return (
+            f"the host tier keeps shares of version {in_force_version}, newer than the tenant store's {set_version}; if the "
+            "store was restored from a backup, set any share again with `halocline tenant share`"
+        )
+    return (
+        f"the tenant store has shares of version {set_version} and the host tier has {in_force_version or 'none'}; a gateway and "
+        "an engine that run bring them within seconds"
+    )
+
+
 def pack(table: ShareTable) -> bytes:
     """A table as it is kept for the next daemon, with a checksum."""
     rows = [[share.owner, share.weight, share.floor, share.ceiling] for share in table.shares]

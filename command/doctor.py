@@ -14,10 +14,10 @@ import socket
 import stat
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -83,6 +83,7 @@ def examine(context: CommandContext) -> Iterator[Finding]:
     yield from check_model(settings)
     yield from check_master_key(settings)
     yield from check_tenants(settings)
+    yield from check_shares(settings, context.shares)
     yield from check_processes(settings)
 
 
@@ -247,6 +248,44 @@ def check_tenants(settings: Settings) -> Iterator[Finding]:
         )
         return
     yield Finding("tenant store", "ok", f"{len(tenants)} tenants")
+
+
+def check_shares(settings: Settings, shares: Callable[[], tuple[int, int] | None]) -> Iterator[Finding]:
+    """Whether the shares that tenants were given fit into the host tier as it is set, and are those that it has in force."""
+    from cached.observer import TierObserver
+    from cached.shares import trouble_of
+
+    url = settings.tenants.url
+    if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():
+        return
+    found = shares()
+    if found is None or found[0] == 0:
+        return
+    version, floors_bytes = found
+    size = int(settings.cached.host_cache_size)
+    if floors_bytes > size:
+        yield Finding(
+            "shares",
+            "wrong",
+            f"floors of {show_bytes(floors_bytes)} together in a host tier of {show_bytes(size)}: it refuses all shares",
+            "lower a floor with `halocline tenant share`, or raise cached.host_cache_size and restart cached",
+        )
+        return
+    observer = TierObserver(settings.cached.socket, ANSWER_WITHIN_S)
+    try:
+        tier: Mapping[str, Any] | None = observer.stats()
+    finally:
+        observer.close()
+    if tier is None or not tier["capacity_slots"]:
+        yield Finding(
+            "shares", "ok", f"version {version}, floors of {show_bytes(floors_bytes)}; no tier in use has them yet"
+        )
+        return
+    trouble = trouble_of(version, floors_bytes, tier["shares_version"], tier["capacity_bytes"])
+    if trouble is None:
+        yield Finding("shares", "ok", f"version {version} in force, floors of {show_bytes(floors_bytes)}")
+    else:
+        yield Finding("shares", "wrong", trouble, "see left")
 
 
 def check_processes(settings: Settings) -> Iterator[Finding]:

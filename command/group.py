@@ -20,6 +20,7 @@ from command.settings import Flags, Settings, load_settings
 
 if TYPE_CHECKING:
     from cached.config import CachedConfig
+    from command.device_tier import DeviceTier
     from engine.config import EngineConfig
     from gateway.config import GatewayConfig
     from tenants.config import TenantsConfig
@@ -74,6 +75,28 @@ class CommandContext:
                 return {tenant.name: tenant.id for tenant in store.list_tenants()}
         except TenantsError:
             return {}
+
+    def shares(self) -> tuple[int, int] | None:
+        """For `halocline cache` and `doctor`: the version of all tenants' shares and the bytes of their floors together; None
+        where nobody can say."""
+        from tenants.errors import TenantsError
+        from tenants.store import open_store
+
+        if not self.settings.paths.state.exists():
+            return None
+        config = self.settings.tenants
+        try:
+            with open_store(config.url, config.master_key_file) as store:
+                table = store.shares()
+        except TenantsError:
+            return None
+        return table.version, sum(share.floor_bytes for share in table.shares.values())
+
+    def device_tier(self) -> DeviceTier:
+        """A connection to the engine, for `halocline cache top`; to be closed."""
+        from command.device_tier import DeviceTier
+
+        return DeviceTier(self.settings.engine.socket)
 
     def host_tier_bytes(self) -> int:
         """How large the host tier is set to be; the daemon that runs may be another's."""

@@ -67,15 +67,38 @@ def test_every_statistic_is_a_metric() -> None:
 class Context:
     """What `ctx.obj` of the command line brings."""
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self, socket: Path, set_shares: tuple[int, int] | None = None) -> None:
         self.cached = SimpleNamespace(socket=socket)
+        self.set_shares = set_shares
 
     def tenant_ids(self) -> dict[str, str]:
         return {"acme": "t-1"}
 
+    def shares(self) -> tuple[int, int] | None:
+        return self.set_shares
 
-def run(socket: Path, *arguments: str):
-    return CliRunner().invoke(cache, list(arguments), obj=Context(socket))
+    def device_tier(self) -> FakeDevice:
+        return FakeDevice()
+
+
+class FakeDevice:
+    """An engine that serves ten prompt tokens from each tier and computes twenty between any two looks."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def look(self) -> dict[str, int]:
+        self.looks += 1
+        tokens = {"tokens_device": 10, "tokens_host": 10, "tokens_computed": 20}
+        blocks = {"blocks_total": 8, "blocks_used": 3, "blocks_idle": 4, "blocks_free": 1}
+        return blocks | {name: count * self.looks for name, count in tokens.items()}
+
+    def close(self) -> None:
+        pass
+
+
+def run(socket: Path, *arguments: str, set_shares: tuple[int, int] | None = None):
+    return CliRunner().invoke(cache, list(arguments), obj=Context(socket, set_shares))
 
 
 VERBS = [
@@ -138,6 +161,32 @@ def test_owners_are_shown_by_tenant_with_their_shares(shown: Path) -> None:
     assert found["owners"][0]["tenant"] == "acme"
 
 
+@pytest.mark.parametrize(
+    ("set_shares", "says"),
+    [
+        (None, None),
+        ((0, 0), None),
+        ((3, 5 * SLOT_BYTES), None),
+        ((4, 2**20), "has shares of version 4"),
+        ((4, 2**20 + 1), "1048577 bytes together and the host tier has 1048576, so it refuses all shares"),
+        ((2, 0), "keeps shares of version 3, newer than the tenant store's 2"),
+    ],
+)
+def test_owners_says_why_the_shares_that_were_set_are_not_in_force(
+    shown: Path, set_shares: tuple[int, int] | None, says: str | None
+) -> None:
+    text = run(shown, "owners", set_shares=set_shares)
+    found = json.loads(run(shown, "owners", "--json", set_shares=set_shares).stdout)
+
+    assert "shares: version 3 in force, floors of 5 of 128 blocks" in text.stdout
+    assert found["floors_total"] == 5
+    if says is None:
+        assert (found["trouble"], text.stderr) == (None, "")
+    else:
+        assert says in found["trouble"]
+        assert found["trouble"] in text.stderr
+
+
 def test_blocks_are_listed_by_namespace(shown: Path) -> None:
     text = run(shown, "ls", "--namespace-fingerprint", "0011aabb").output.splitlines()
     found = json.loads(run(shown, "ls", "--json").stdout)
@@ -161,6 +210,12 @@ def test_top_looks_as_often_as_asked(shown: Path) -> None:
     assert "3 of 128 blocks used" in live.output
     assert "acme" in live.output
     assert [look["used"] for look in found] == [3, 3]
+    assert "7 of 8 blocks used, 3 by requests" in live.output
+    assert "25.0 % device, 25.0 % host, 50.0 % computed" in " ".join(live.output.split())
+    assert found[0]["device"] == {
+        **{"total": 8, "used": 3, "idle": 4, "free": 1},
+        **{"tokens_device": 10, "tokens_host": 10, "tokens_computed": 20},
+    }
     assert found[0]["hit_rate"] is None
 
 
