@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -183,37 +182,3 @@ def test_an_orphan_is_refused_by_name(tier: Tier) -> None:
     [reply] = say(session, orphan)
 
     assert reply.outcomes == bytes([FIRST_REFUSAL])  # type: ignore[attr-defined]
-
-
-def fuzz(tier: Tier, frames: int, seed: int) -> None:
-    dice = random.Random(seed)
-    good = [
-        TABLE.encode(each) for each in (HELLO, RESERVE, Lookup(3, NAME), Touch(4, b"", b"", b"", b""), StatsRequest(5))
-    ]
-    session = Session(tier, SETTINGS, Peer(1, 1))
-    for _ in range(frames):
-        data = bytearray(dice.choice(good))
-        for _ in range(dice.randrange(4)):
-            data[dice.randrange(len(data))] = dice.randrange(256)
-        try:
-            session.receive(bytes(data[: dice.randrange(1, len(data) + 1)] if dice.random() < 0.1 else data), 0.0)
-        except PeerError:
-            session.end(0.0)
-            for number in tier.quarantined():
-                tier.process_gone(number)
-            session = Session(tier, SETTINGS, Peer(1, 1))
-        if session.state is State.CLOSED:
-            session = Session(tier, SETTINGS, Peer(1, 1))
-    for part in tier.parts:
-        if part.store is not None:
-            part.store.check_invariants()
-
-
-def test_mutated_frames_end_the_session_and_nothing_else(tier: Tier) -> None:
-    fuzz(tier, 3000, seed=random.SystemRandom().randrange(10**6))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_a_million_mutated_frames_end_sessions_and_nothing_else(tier: Tier) -> None:
-    fuzz(tier, 1_000_000, seed=random.SystemRandom().randrange(10**6))
