@@ -110,7 +110,11 @@ def submit(world: World, rng: random.Random, heads: list[list[int]]) -> None:
         owner=rng.choice(OWNERS),
         retention=retention,
         hold=rng.random() < 0.3,
-        sampling=Sampling(ignore_eos=rng.random() < 0.8, min_tokens=rng.choice([0, 0, 3])),
+        sampling=Sampling(
+            ignore_eos=rng.random() < 0.8,
+            min_tokens=rng.choice([0, 0, 3]),
+            presence_penalty=rng.choice([0.0, 0.0, 1.0]),
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from cached.keys import NO_OWNER, BlockHash, OwnerId, block_hashes, namespace
 from cached.retention import DEFAULT_RETENTION, Retention, RetentionConfig, TokenRange
 from engine.core import EngineCore
-from engine.plan import Sampled, StepPlan, StepResult
+from engine.plan import Sampled, StepPlan, StepResult, has_penalties
 from engine.protocol import FirstToken, Sampling
 from engine.tier_work import Load, LoadedBlock, Lookup, Offer, Touch
 from engine.values import CoreSettings, NewRequest, Queued, Refused, SequenceOutput
@@ -396,7 +396,7 @@ class World:
             self.computed[chunk.sequence_id] = self.computed.get(chunk.sequence_id, 0) + len(chunk.tokens)
             if chunk.sample is not None and chunk.sequence_id not in fail:
                 assert chunk.sample.output_index == len(life.output)
-                assert list(chunk.sample.output) == life.output
+                assert list(chunk.sample.output) == (life.output if has_penalties(life.request.sampling) else [])
                 token = next_token(life.request.cache_salt, tokens)
                 if token == EOS and not chunk.sample.eos_allowed:
                     token = 0
