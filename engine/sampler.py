@@ -13,7 +13,7 @@ rank, because two tokens that are nearly equal then keep their places when logit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,21 +44,32 @@ class Broken:
     reason: str
 
 
+Scan = Callable[[torch.Tensor], tuple[list[int], list[bool]]]
+"""Of each row, the first of its highest logits, and whether all of it is finite; where not, the first is anything."""
+
+
+def scan(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """The plain `Scan`, for every device."""
+    # Both extremes of a row are finite only if all of it is; NaN wins over any number.
+    low, high = torch.aminmax(logits, dim=-1)
+    return logits.argmax(dim=-1).tolist(), (low.isfinite() & high.isfinite()).tolist()
+
+
 def sample(
-    logits: torch.Tensor, requests: Sequence[SampleRequest], eos_token_ids: Sequence[int]
+    logits: torch.Tensor, requests: Sequence[SampleRequest], eos_token_ids: Sequence[int], scan: Scan = scan
 ) -> list[Choice | Broken]:
     """One outcome per row of `logits` (float32, `[row, vocabulary]`, changed in place)."""
-    reasons = _broken_rows(logits)
+    highest, finite = scan(logits)
+    reasons = [None if good else "the model's logits are not finite numbers" for good in finite]
     for row, request in enumerate(requests):
-        if reasons[row] is None:
+        if reasons[row] is None and not _is_plain(request):
             reasons[row] = _adjust(logits[row], request, eos_token_ids)
+            if reasons[row] is None and request.sampling.temperature == 0:
+                highest[row] = int(logits[row].argmax())
 
     whole = [row for row, reason in enumerate(reasons) if reason is None]
-    tokens: dict[int, int] = {}
-    greedy = [row for row in whole if requests[row].sampling.temperature == 0]
+    tokens = {row: highest[row] for row in whole if requests[row].sampling.temperature == 0}
     drawn = [row for row in whole if requests[row].sampling.temperature != 0]
-    if greedy:
-        tokens.update(zip(greedy, logits[greedy].argmax(dim=-1).tolist(), strict=True))
     if drawn:
         tokens.update(_draw(logits, requests, drawn))
     logprobs = _logprobs(logits, requests, tokens)
@@ -78,19 +89,14 @@ def uniform(seed: int, output_index: int) -> float:
     return (raw >> 11) * 2.0**-53
 
 
-def _broken_rows(logits: torch.Tensor) -> list[str | None]:
-    """Both extremes of a row are finite only if all of it is; NaN wins over any number."""
-    low, high = torch.aminmax(logits, dim=-1)
-    finite = (low.isfinite() & high.isfinite()).tolist()
-    return [None if good else "the model's logits are not finite numbers" for good in finite]
+def _is_plain(request: SampleRequest) -> bool:
+    """Whether the logits stay as they are."""
+    return not has_penalties(request.sampling) and not request.sampling.logit_bias and request.eos_allowed
 
 
 def _adjust(logits: torch.Tensor, request: SampleRequest, eos_token_ids: Sequence[int]) -> str | None:
     """Applies penalties, bias and forbidden tokens to one row in place; says why where it cannot."""
     sampling, vocabulary = request.sampling, logits.shape[-1]
-    if not has_penalties(sampling) and not sampling.logit_bias and request.eos_allowed:
-        return None
-
     device = logits.device
     if sampling.repetition_penalty != 1.0:
         seen, _ = _counted((*request.prompt, *request.output), vocabulary, device)

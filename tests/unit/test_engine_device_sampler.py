@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from engine.plan import SampleRequest
 from engine.protocol import LogitBias, Sampling
-from engine.sampler import Broken, Choice, sample, uniform
+from engine.row_scan import scan_compiled
+from engine.sampler import Broken, Choice, Scan, sample, scan, uniform
 
 EOS = (2,)
 
@@ -50,6 +51,30 @@ def rows(draw: st.DrawFn) -> tuple[list[float], SampleRequest]:
         eos_allowed=draw(st.booleans()),
     )
     return draw(st.lists(level, min_size=vocabulary, max_size=vocabulary)), request
+
+
+@pytest.mark.parametrize("path", [scan, scan_compiled])
+@settings(max_examples=60, deadline=None)
+@given(
+    vocabulary=st.sampled_from((1, 7, 2047, 2048, 2049, 10_000)),
+    spoilt=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 9999), st.sampled_from((math.nan, math.inf, -math.inf)))
+    ),
+    level=st.sampled_from((1.0, 1e30, 0.0)),
+    seed=st.integers(0, 2**31),
+)
+def test_the_highest_of_each_row_is_found_and_what_is_not_finite_is_seen(
+    path: Scan, vocabulary: int, spoilt: list[tuple[int, int, float]], level: float, seed: int
+) -> None:
+    logits = np.random.default_rng(seed).integers(-50, 50, (4, vocabulary)).astype(np.float32) * np.float32(level)
+    for row, place, value in spoilt:
+        logits[row, place % vocabulary] = value
+
+    highest, finite = path(torch.from_numpy(logits))
+
+    assert finite == np.isfinite(logits).all(axis=1).tolist()
+    for row in np.flatnonzero(finite):
+        assert highest[row] == int(logits[row].argmax())
 
 
 @settings(max_examples=150, deadline=None)
