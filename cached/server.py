@@ -164,10 +164,11 @@ class Server:
                 part.mended()
 
     def _look_for_the_gone(self) -> None:
-        """Who is in quarantine and cannot be watched is gone when the kernel has dropped its lock."""
-        locks, waiting = self._arena.peer_locks, self.tier.quarantined()
-        for session in waiting.keys() - self._watched.values():
-            if locks.is_released(waiting[session].client_id):
+        """Who is in quarantine is gone when the kernel has dropped its lock, whether or not it can be watched as well: the
+        number of a process that a former daemon noted may be another's by now."""
+        locks = self._arena.peer_locks
+        for session, holder in self.tier.quarantined().items():
+            if locks.is_released(holder.client_id):
                 log.info("a peer's lock is released: it is gone", session=session)
                 self.tier.process_gone(session)
         locks.keep_only(self.tier.clients())

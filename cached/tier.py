@@ -158,8 +158,12 @@ class Tier:
 
     def next_deadline(self) -> float | None:
         """When `expire` may next have something to do."""
-        due = [part.store.next_deadline() for part in self.parts if part.store is not None]
-        return min((each for each in due if each is not None), default=None)
+        earliest = None
+        for part in self.parts:
+            due = part.store.next_deadline() if part.store is not None else None
+            if due is not None and (earliest is None or due < earliest):
+                earliest = due
+        return earliest
 
     def next_unverified(self, count: int) -> tuple[Part, list[Unverified]] | None:
         """Blocks of one part to verify in the background, part by part in turn."""
