@@ -170,6 +170,11 @@ class TierClient:
         offsets = [block.slot_offset for block in blocks]
         return self.may_copy((lease.lease_id,)) and self._link.payload.copy_out(offsets, outs)
 
+    def read_hashed(self, lease: Lease, blocks: Sequence[LeasedBlock], outs: Sequence[memoryview]) -> list[int] | None:
+        """`read_many`, and xxh3-64 of what has arrived in each of `outs`, to be compared with the blocks' checksums."""
+        offsets = [block.slot_offset for block in blocks]
+        return self._link.payload.copy_out_hashed(offsets, outs) if self.may_copy((lease.lease_id,)) else None
+
     def may_copy(self, numbers: Iterable[int]) -> bool:
         """Whether these leases and reservations are of the session that is open, so that their slots may be copied from
         and to. For copies made elsewhere than in `read` and `write`: ask before and after."""
@@ -194,6 +199,12 @@ class TierClient:
         slots may be another's by now, or when there is no memory for them: abort these reservations then."""
         offsets = [each.slot_offset for each in reserved]
         return self.may_copy([each.reservation for each in reserved]) and self._link.payload.copy_in(offsets, data)
+
+    def write_hashed(self, reserved: Sequence[Reserved], data: Sequence[memoryview]) -> list[int] | None:
+        """`write_many`, and xxh3-64 of each block, for `commit`."""
+        offsets = [each.slot_offset for each in reserved]
+        is_ours = self.may_copy([each.reservation for each in reserved])
+        return self._link.payload.copy_in_hashed(offsets, data) if is_ours else None
 
     def commit(self, items: Sequence[tuple[int, int]]) -> list[CommitOutcome]:
         """`(reservation, xxh3_64 of the payload)` of blocks that are in place; one outcome each."""

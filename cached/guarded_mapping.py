@@ -21,8 +21,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from cached.streaming_copy import compiled
+from cached import hashing_copy, streaming_copy
+from cached.hashing_copy import can_hash
 
 MAX_MAPPINGS = 64
 """Guarded mappings of one process at once; the ones before the last live only as long as somebody refers to them."""
@@ -56,7 +58,8 @@ class GuardedMapping:
         self.is_populated = False
         """Every page has been made present, or cannot be: `populate_next` has nothing more to do."""
         self._address = self.array.ctypes.data
-        self._copy_spans = compiled()
+        self._copy_spans = streaming_copy.compiled()
+        self._hash_spans = hashing_copy.compiled()
         self._place = self._guard.add(self._address, length)
         self._faults = self._guard.faults_at(self._place)
         # The mapping outlives this object while a view of it does, and is guarded as long.
@@ -69,23 +72,46 @@ class GuardedMapping:
 
     def copy_out(self, offsets: Sequence[int], outs: Sequence[memoryview]) -> bool:
         """Copy from each offset to each of `outs`, all in one call; False: bytes were missing, and none of it counts."""
-        self._copy(offsets, outs, is_outward=True)
+        mapped, own, sizes = self._places(offsets, outs)
+        self._copy_spans(own, mapped, sizes)
         return not self.is_spoiled
 
     def copy_in(self, offsets: Sequence[int], data: Sequence[memoryview]) -> bool:
         """Copy each of `data` to its offset, all in one call; False: bytes went nowhere, and none of it counts."""
-        self._copy(offsets, data, is_outward=False)
+        mapped, own, sizes = self._places(offsets, data)
+        self._copy_spans(mapped, own, sizes)
         return not self.is_spoiled
 
-    def _copy(self, offsets: Sequence[int], buffers: Sequence[memoryview], is_outward: bool) -> None:
+    def copy_out_hashed(self, offsets: Sequence[int], outs: Sequence[memoryview]) -> list[int] | None:
+        """`copy_out`, and xxh3-64 of what has arrived in each of `outs`; None: bytes were missing."""
+        mapped, own, sizes = self._places(offsets, outs)
+        if can_hash(own, sizes):
+            hashes: list[int] = self._hash_spans(own, mapped, sizes).tolist()
+        else:
+            self._copy_spans(own, mapped, sizes)
+            hashes = [xxh3_64_intdigest(out) for out in outs]
+        return None if self.is_spoiled else hashes
+
+    def copy_in_hashed(self, offsets: Sequence[int], data: Sequence[memoryview]) -> list[int] | None:
+        """`copy_in`, and xxh3-64 of each of `data`; None: bytes went nowhere."""
+        mapped, own, sizes = self._places(offsets, data)
+        if can_hash(mapped, sizes):
+            hashes: list[int] = self._hash_spans(mapped, own, sizes).tolist()
+        else:
+            hashes = [xxh3_64_intdigest(each) for each in data]
+            self._copy_spans(mapped, own, sizes)
+        return None if self.is_spoiled else hashes
+
+    def _places(
+        self, offsets: Sequence[int], buffers: Sequence[memoryview]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Addresses in the mapping, addresses of the buffers, and how many bytes each."""
         places = np.array(offsets, np.int64)
         sizes = np.array([buffer.nbytes for buffer in buffers], np.int64)
         assert len(places) == len(sizes), f"{len(places)} offsets for {len(sizes)} buffers"
         is_inside = (places >= 0) & (places + sizes <= self._length)
         assert is_inside.all(), f"a copy outside the {self._length} bytes of the mapping"
-        mapped = places + self._address
-        own = np.array([_address_of(buffer) for buffer in buffers], np.int64)
-        self._copy_spans(own, mapped, sizes) if is_outward else self._copy_spans(mapped, own, sizes)
+        return places + self._address, np.array([_address_of(buffer) for buffer in buffers], np.int64), sizes
 
     def populate_next(self) -> bool:
         """Make the next piece's pages present in this process, so that no copy pays for it; False: that was all, or it
@@ -134,7 +160,8 @@ class _Guard:
 
 def prepare() -> None:
     """Compile copies and handler, and install it, now (a second), and not in the middle of the first copy."""
-    compiled()
+    streaming_copy.compiled()
+    hashing_copy.compiled()
     _guard()
 
 

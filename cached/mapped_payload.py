@@ -92,6 +92,16 @@ class MappedPayload:
         mapping = self._map()
         return mapping is not None and mapping.copy_in(offsets, data)
 
+    def copy_out_hashed(self, offsets: Sequence[int], outs: Sequence[memoryview]) -> list[int] | None:
+        """`copy_out`, and the hashes of what has arrived; None: bytes were missing."""
+        mapping = self._map()
+        return None if mapping is None else mapping.copy_out_hashed(offsets, outs)
+
+    def copy_in_hashed(self, offsets: Sequence[int], data: Sequence[memoryview]) -> list[int] | None:
+        """`copy_in`, and the hashes of `data`; None: bytes went nowhere."""
+        mapping = self._map()
+        return None if mapping is None else mapping.copy_in_hashed(offsets, data)
+
     def _map(self) -> GuardedMapping | None:
         """The mapping to copy through; a new one when the last was spoiled. None while the payload is cut short."""
         if self._mapping is not None and self._mapping.is_spoiled:

@@ -113,7 +113,8 @@ class StreamTransfer:
         return not offsets or all(self._pins.usable(payload, offsets, self._block_bytes))
 
     def _compare(self, leased: Sequence[LeasedBlock], places: Sequence[int]) -> Arrived | Mismatched:
-        outcome = compare([leased[at] for at in places], [self._places[at] for at in places])
+        hashes = [xxhash.xxh3_64_intdigest(self._places[at]) for at in places]
+        outcome = compare([leased[at] for at in places], hashes)
         return Mismatched(places[outcome.num_good]) if isinstance(outcome, Mismatched) else outcome
 
     def _runs(self, blocks: Sequence[tuple[int, int]], memory: memoryview) -> list[HostRun]:

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import xxhash
-
 from cached.client import Lease, RegistrableMemory
 from cached.protocol import LeasedBlock, Reserved
 
@@ -39,8 +37,14 @@ class Payload(Protocol):
     def read_many(self, lease: Lease, blocks: Sequence[LeasedBlock], outs: Sequence[memoryview]) -> bool:
         """Copy leased blocks out; False: nothing of it counts."""
 
+    def read_hashed(self, lease: Lease, blocks: Sequence[LeasedBlock], outs: Sequence[memoryview]) -> list[int] | None:
+        """The same, and xxh3-64 of what has arrived; None: nothing of it counts."""
+
     def write_many(self, reserved: Sequence[Reserved], data: Sequence[memoryview]) -> bool:
         """Copy blocks into reserved slots; False: nothing of it counts."""
+
+    def write_hashed(self, reserved: Sequence[Reserved], data: Sequence[memoryview]) -> list[int] | None:
+        """The same, and xxh3-64 of each block; None: nothing of it counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +106,9 @@ class HostTransfer:
         self._memory = memory
 
     def store(self, payload: Payload, blocks: Sequence[tuple[int, Reserved]]) -> list[int] | None:
-        """See `BlockTransfer`. Hashed first, so that the copy finds the blocks in the cache."""
+        """See `BlockTransfer`."""
         views = [self._memory.block_view(device_block) for device_block, _ in blocks]
-        checksums = [xxhash.xxh3_64_intdigest(view) for view in views]
-        return checksums if payload.write_many([slot for _, slot in blocks], views) else None
+        return payload.write_hashed([slot for _, slot in blocks], views)
 
     def load(
         self, payload: Payload, lease: Lease, blocks: Sequence[tuple[int, LeasedBlock]], verify: bool
@@ -113,9 +116,10 @@ class HostTransfer:
         """See `BlockTransfer`."""
         views = [self._memory.block_view(device_block) for device_block, _ in blocks]
         leased = [block for _, block in blocks]
-        if not payload.read_many(lease, leased, views):
-            return Unreadable()
-        return compare(leased, views) if verify else Arrived()
+        if not verify:
+            return Arrived() if payload.read_many(lease, leased, views) else Unreadable()
+        hashes = payload.read_hashed(lease, leased, views)
+        return Unreadable() if hashes is None else compare(leased, hashes)
 
     def look(self, payload: Payload) -> None:
         """See `BlockTransfer`. Whoever looks at the bytes has them mapped, and populated in the background."""
@@ -129,9 +133,9 @@ class HostTransfer:
         return {"pinned_bytes": 0, "unpinned_bytes": 0, "pin_failures": 0}
 
 
-def compare(blocks: Sequence[LeasedBlock], copies: Sequence[memoryview]) -> Arrived | Mismatched:
-    """Which of these copies, from the first on, are what was stored."""
-    for at, (block, copy) in enumerate(zip(blocks, copies, strict=True)):
-        if xxhash.xxh3_64_intdigest(copy) != block.checksum:
+def compare(blocks: Sequence[LeasedBlock], hashes: Sequence[int]) -> Arrived | Mismatched:
+    """Which of the blocks with these hashes, from the first on, are what was stored."""
+    for at, (block, found) in enumerate(zip(blocks, hashes, strict=True)):
+        if found != block.checksum:
             return Mismatched(at)
     return Arrived()

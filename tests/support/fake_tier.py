@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from xxhash import xxh3_64_intdigest
+
 from cached.client import Lease
 from cached.protocol import LeasedBlock, OfferedBlock, OwnerShare, Present, Refused, Reserved
 
@@ -96,6 +98,12 @@ class FakeTierClient:
         for slot, content in zip(reserved, data, strict=True):
             self._payload[slot.slot_offset : slot.slot_offset + len(content)] = content
         return True
+
+    def read_hashed(self, lease: Lease, blocks: Sequence[LeasedBlock], outs: Sequence[memoryview]) -> list[int] | None:
+        return [xxh3_64_intdigest(out) for out in outs] if self.read_many(lease, blocks, outs) else None
+
+    def write_hashed(self, reserved: Sequence[Reserved], data: Sequence[memoryview]) -> list[int] | None:
+        return [xxh3_64_intdigest(each) for each in data] if self.write_many(reserved, data) else None
 
     def set_owners(self, version: int, shares: Sequence[OwnerShare]) -> str:
         self._called("set_owners")
