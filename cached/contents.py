@@ -8,7 +8,6 @@ is answered: a daemon killed in between has promised nothing yet.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -16,15 +15,13 @@ from cached import blocks as slots
 from cached import events
 from cached.blocks import INDEXED, NO_SLOT, VISIBLE, Blocks, Owners
 from cached.counters import StoreCounters
+from cached.deadlines import DeadlineHeap
 from cached.events import EventRing
 from cached.eviction import EvictionOrder
 from cached.givers import Givers
 from cached.offers import OfferRow
 from cached.protocol import NEVER, NO_PARENT
 from cached.records import Holder, StoredRecord, StoredRow
-
-_SLACK = 64
-"""Outdated entries tolerated in the heap of deadlines beyond as many as there are blocks."""
 
 
 class Records(Protocol):
@@ -53,7 +50,7 @@ class Contents:
         self.events = EventRing(event_buffer)
         self.records = records
         self.free: list[int] = []
-        self.expiries: list[tuple[float, int, int]] = []
+        self.expiries = DeadlineHeap(num_slots)
         self.leased = 0
         self.tick = 0
         self.generation = 0
@@ -109,7 +106,7 @@ class Contents:
         for slot, row in zip(revealed, rows, strict=True):
             used[row[1]] += 1
             if row[7] != NEVER:
-                self._schedule_expiry(slot)
+                self.schedule_expiry(slot)
         if self.events.is_on:
             self.events.extend([(events.STORED, row[4], row[5], row[2], row[6], row[1], row[1]) for row in rows])
 
@@ -144,7 +141,7 @@ class Contents:
         self.generation = max(self.generation, record.generation)
         self.tick = max(self.tick, record.tick)
         self.counters.used[record.priority] += 1
-        self._schedule_expiry(slot)
+        self.schedule_expiry(slot)
         self.settle_order(slot)
         self.settle_order(parent)
 
@@ -162,7 +159,7 @@ class Contents:
         self.counters.used[old] -= 1
         self.counters.used[priority] += 1
         self._write_records([slot])
-        self._schedule_expiry(slot)
+        self.schedule_expiry(slot)
         self.settle_order(slot)
         if priority != old:
             self._happened(events.UPDATED, slot, old)
@@ -249,7 +246,7 @@ class Contents:
             columns.leases[slot] = 0
         self.order.discard(slot)
         parent = columns.leave(slot)
-        # No generation is 0, so leases, expiries and verifications of this content end here.
+        # No generation is 0, so leases and verifications of this content end here.
         columns.generation[slot] = 0
         self.owners.leave(columns.owner[slot])
         if state == slots.FREE:
@@ -281,14 +278,11 @@ class Contents:
         owner = self.owners.id_of(columns.owner[slot])
         self.events.append((kind, key, self.parent_key(slot), columns.namespace[slot], owner, old, priority))
 
-    def _schedule_expiry(self, slot: int) -> None:
-        columns = self.blocks
-        if columns.deadline[slot] == NEVER:
-            return
-        heapq.heappush(self.expiries, (columns.deadline[slot], slot, columns.generation[slot]))
-        if len(self.expiries) > 2 * len(columns.index) + _SLACK:
-            live = {e for e in self.expiries if columns.generation[e[1]] == e[2] and columns.deadline[e[1]] == e[0]}
-            self.expiries[:] = sorted(live)
+    def schedule_expiry(self, slot: int) -> None:
+        """The block in a slot is looked at when its duration ends."""
+        deadline = self.blocks.deadline[slot]
+        if deadline != NEVER:
+            self.expiries.set(slot, deadline)
 
     def _write_records(self, written: Sequence[int]) -> list[StoredRow]:
         """Write the records of blocks as they are now; says what was written."""
@@ -326,6 +320,7 @@ class Contents:
         columns.check_invariants()
         self.order.check_invariants()
         self.givers.check_invariants()
+        self.expiries.check_invariants()
         assert len(set(self.free)) == len(self.free) == columns.num_in_state[slots.FREE]
         held: dict[bytes, int] = {}
         used = [0] * len(self.counters.used)

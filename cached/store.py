@@ -10,7 +10,6 @@ to the free ones only after its record is cleared, and after whoever may write i
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -76,7 +75,7 @@ class BlockStore:
         self._lease_ttl_s = lease_ttl_s
         self._reservation_ttl_s = reservation_ttl_s
         self._holdings = Holdings(first_id)
-        self._postponed: list[tuple[float, int, int]] = []
+        self._postponed: list[int] = []
         self._unverified: deque[tuple[int, int]] = deque()
         self._above_ceiling: list[int] = []
         self._now = 0.0
@@ -280,10 +279,10 @@ class BlockStore:
             self._expire_reservation(slot)
         expiries = self._contents.expiries
         left = TURN_BLOCKS
-        while expiries and expiries[0][0] <= now and left:
-            entry = heapq.heappop(expiries)
-            if not self._expire_block(entry):
-                self._postponed.append(entry)
+        while left and expiries.first <= now:
+            deadline, slot = expiries.pop()
+            if not self._expire_block(slot, deadline):
+                self._postponed.append(slot)
             left -= 1
         if self._above_ceiling:
             self._shed(left)
@@ -291,8 +290,7 @@ class BlockStore:
     def next_deadline(self) -> float | None:
         """When `expire` may next have something to do; None: not until somebody asks for something."""
         due = self._holdings.next_deadline()
-        block = self._contents.expiries[0][0] if self._contents.expiries else NEVER
-        earliest = self._now if self._above_ceiling else min(due, block)
+        earliest = self._now if self._above_ceiling else min(due, self._contents.expiries.first)
         return None if earliest == NEVER else earliest
 
     # --- Shares ---------------------------------------------------------------------------------------------
@@ -433,6 +431,10 @@ class BlockStore:
                 leases[slot] += columns.generation[slot] == generation
         assert leases == columns.leases.tolist()
         assert self._contents.leased == sum(count > 0 for count in leases)
+        for slot in range(columns.num_slots):
+            if columns.state[slot] in VISIBLE and slot not in self._postponed:
+                due = self._contents.expiries.deadline_of(slot)
+                assert due == columns.deadline[slot] or columns.deadline[slot] == NEVER, f"slot {slot} will not expire"
         self._holdings.check_invariants(columns.state)
 
     # --- Decisions ------------------------------------------------------------------------------------------
@@ -483,12 +485,11 @@ class BlockStore:
             self._contents.forget_family(slot)
             self.blocks.move(slot, slots.EXPIRED)
 
-    def _expire_block(self, entry: tuple[float, int, int]) -> bool:
+    def _expire_block(self, slot: int, deadline: float) -> bool:
         """A duration has passed (kv-semantics 2.5). False: the block, or one that would go with it, is in use, and it
         waits for the end of that."""
-        deadline, slot, generation = entry
         columns = self.blocks
-        if columns.generation[slot] != generation or columns.deadline[slot] != deadline:
+        if columns.deadline[slot] != deadline or columns.state[slot] not in VISIBLE:
             return True
         family = columns.subtree(slot) if columns.drops[slot] else [slot]
         if any(columns.leases[each] for each in family):
@@ -503,7 +504,7 @@ class BlockStore:
     # --- Bookkeeping ----------------------------------------------------------------------------------------
 
     def _run(self, hashes: bytes) -> list[int]:
-        if self._contents.expiries and self._contents.expiries[0][0] <= self._now:
+        if self._contents.expiries.first <= self._now:
             self._catch_up(hashes)
         index, state = self.blocks.index, self.blocks.state
         run: list[int] = []
@@ -523,9 +524,9 @@ class BlockStore:
         while ancestor != NO_SLOT:
             asked.append(ancestor)
             ancestor = columns.parent[ancestor]
-        for entry in [(columns.deadline[slot], slot, columns.generation[slot]) for slot in asked]:
-            if entry[0] <= self._now and columns.state[entry[1]] in VISIBLE:
-                self._expire_block(entry)
+        for slot, deadline in [(slot, columns.deadline[slot]) for slot in asked]:
+            if deadline <= self._now:
+                self._expire_block(slot, deadline)
 
     def _slots_of(self, hashes: bytes) -> Iterator[int]:
         """The slots of the leading run of indexed hashes."""
@@ -548,8 +549,8 @@ class BlockStore:
                 held = False
                 continue
             self._contents.unpin(slot)
-        for entry in self._postponed:
-            heapq.heappush(self._contents.expiries, entry)
+        for slot in self._postponed:
+            self._contents.schedule_expiry(slot)
         self._postponed.clear()
         return held
 

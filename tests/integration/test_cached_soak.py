@@ -24,14 +24,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 _FILL = """
     import gc, hashlib, json, sys
     sys.path.insert(0, {repository!r})
-    from cached.offers import Granted, Offer
-    from cached.protocol import NEVER
+    from cached.offers import Granted, Offer, Retouch
     from cached.records import Holder
     from cached.store import BlockStore
 
     class Nowhere:
-        def write_stored(self, slot, record): ...
-        def write_reserved(self, slot, holder): ...
+        def write_stored(self, slots, rows): ...
+        def write_reserved(self, slots, holder): ...
         def clear(self, slot): ...
 
     def anonymous():
@@ -43,7 +42,7 @@ _FILL = """
         run, parent = [], None
         for depth in range(16):
             key = hashlib.sha256(b"%d/%d" % (number, depth)).digest()
-            run.append(Offer(key, parent, 7, 35, NEVER, False, bytes(16)))
+            run.append(Offer(key, parent, 7, 35, 1e9 + number % 1000, False, bytes(16)))
             parent = key
         granted = store.reserve(1, run, 0.0)
         store.commit(1, [(each.reservation, 1) for each in granted if type(each) is Granted], 0.0)
@@ -61,12 +60,14 @@ _FILL = """
     for turn in range(1, 4):
         for number in range(blocks // 32):
             put(turn * 10**7 + number)
+        store.touch([Retouch(key, 35, 2e9 + turn, False) for key in list(store.blocks.index)[: blocks // 4]], 0.0)
         looks.append(anonymous())
     print(json.dumps([before, full, looks]))
 """
 
 
 def test_a_million_entries_cost_what_they_may_and_then_nothing_more() -> None:
+    """Every block has a deadline, and a quarter of them is given another while blocks come and go."""
     program = textwrap.dedent(_FILL).format(repository=str(REPOSITORY), blocks=NUM_BLOCKS)
 
     text = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
