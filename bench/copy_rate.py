@@ -5,8 +5,8 @@ and loaded through a daemon by the engine's own tier worker, from `Offer` and `L
 the same with it on. A store computes its checksum in both, as an engine's does: a restarted daemon needs it. The share is the
 median of the rounds' shares, by the clock and by the processor time of this process.
 
-Expected: the copies past the caches take two thirds of a plain one's time, the checksum of a store a fifth, the verbs some
-4 ms for 128 blocks of 1 MiB, so about the plain rate; a load's comparison reads everything once more, a fifth again.
+Expected: the copies past the caches, hashing on the way, take two thirds to nine tenths of a plain one's time, the verbs some
+4 ms for 128 blocks of 1 MiB, so about the plain rate; a load's comparison hashes on the way as well, and costs a few per cent.
 """
 
 from __future__ import annotations

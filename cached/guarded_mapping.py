@@ -58,8 +58,7 @@ class GuardedMapping:
         self.is_populated = False
         """Every page has been made present, or cannot be: `populate_next` has nothing more to do."""
         self._address = self.array.ctypes.data
-        self._copy_spans = streaming_copy.compiled()
-        self._hash_spans = hashing_copy.compiled()
+        self._copy_spans = streaming_copy.compiled()  # Not all processes that copy hash as well.
         self._place = self._guard.add(self._address, length)
         self._faults = self._guard.faults_at(self._place)
         # The mapping outlives this object while a view of it does, and is guarded as long.
@@ -86,7 +85,7 @@ class GuardedMapping:
         """`copy_out`, and xxh3-64 of what has arrived in each of `outs`; None: bytes were missing."""
         mapped, own, sizes = self._places(offsets, outs)
         if can_hash(own, sizes):
-            hashes: list[int] = self._hash_spans(own, mapped, sizes).tolist()
+            hashes: list[int] = hashing_copy.compiled()(own, mapped, sizes).tolist()
         else:
             self._copy_spans(own, mapped, sizes)
             hashes = [xxh3_64_intdigest(out) for out in outs]
@@ -96,7 +95,7 @@ class GuardedMapping:
         """`copy_in`, and xxh3-64 of each of `data`; None: bytes went nowhere."""
         mapped, own, sizes = self._places(offsets, data)
         if can_hash(mapped, sizes):
-            hashes: list[int] = self._hash_spans(mapped, own, sizes).tolist()
+            hashes: list[int] = hashing_copy.compiled()(mapped, own, sizes).tolist()
         else:
             hashes = [xxh3_64_intdigest(each) for each in data]
             self._copy_spans(mapped, own, sizes)
