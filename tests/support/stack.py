@@ -40,7 +40,7 @@ class Stack:
 
     def __init__(self, state_dir: Path, model_dir: Path, settings: dict[str, object]) -> None:
         self.state_dir = state_dir
-        self._environ = _environment(
+        self.environ = _environment(
             {"engine_state_dir": ENGINE_STATE, "engine_model_dir": model_dir, **SMALL, **settings}
         )
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +72,7 @@ class Stack:
                     *(sys.executable, str(ROOT / "halocline.py"), "up", "--state-dir", str(self.state_dir)),
                     *("--listen", "127.0.0.1:0"),
                 ],
-                env=self._environ,
+                env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -225,7 +225,7 @@ class Stack:
         """Runs `halocline WORDS` on this stack's state directory; its stdout. A failure raises with what it said."""
         done = subprocess.run(
             [sys.executable, str(ROOT / "halocline.py"), *words, "--state-dir", str(self.state_dir)],
-            env=self._environ,
+            env=self.environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
