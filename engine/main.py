@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 STEP_THREAD_END_S: Final = 5.0
 TIER_DRAIN_S: Final = 2.0
 WARM_UP_FAR: Final = 1536
-WARM_UP_FAR_TOKENS: Final = 64
+WARM_UP_FAR_TOKENS: Final = (16, 64)
 STOPPING: Final = "The engine is stopping; the request may be retried."
 
 log = structlog.get_logger("engine.main")
@@ -116,11 +116,11 @@ def warm_up(runner: ModelRunner, max_num_tokens: int) -> tuple[Rate, StepRates]:
     rate, step_rates = Rate(), StepRates()
     room = min(info.num_blocks * info.tokens_per_block, info.max_context_tokens)
     num_tokens = max(1, min(max_num_tokens, room) - 1)
-    few = min(WARM_UP_FAR_TOKENS, num_tokens)
-    far = min(WARM_UP_FAR, room - few)
+    far = min(WARM_UP_FAR, room - num_tokens)
     lengths = [(0, num_tokens), (num_tokens, 1), (num_tokens, 1)]  # Twice, as the first of a kind wakes libraries up.
     if far >= num_tokens:
-        lengths.append((far, few))  # What attention costs, on blocks that nobody has written.
+        # What attention costs, and what reading for it does, on blocks that nobody has written.
+        lengths += [(far, min(count, num_tokens)) for count in WARM_UP_FAR_TOKENS]
     measured = []
     for start, length in lengths:
         plan = _warm_up_plan(start, length, info.tokens_per_block)

@@ -20,7 +20,7 @@ LEAST_PREFILL: Final = 16
 """Tokens that prompts get in any step, whatever the pace: none of them stands still."""
 _LARGE_ENOUGH: Final = 16
 """A chunk that costs so many times what any step costs: twice as large a one would win three per cent."""
-_PRIOR: Final = (24.0, 1.3, 1 / 1200, 1.0, 1 / 2400)
+_PRIOR: Final = (24.0, 1.3, 1 / 1200, 1.0, 1 / 2400, 1 / 100)
 """What to begin with, in units of a prefilled token: a small model on a CPU. Measurements put it right."""
 _GAIN: Final = 0.2
 """How much of a step's surprise is believed."""
@@ -36,12 +36,14 @@ _LEAST_COST, _MOST_COST = 1e-15, 1e5
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step's time depends on. A context is the number of tokens attended to, summed over the tokens that attend."""
+    """What a step's time depends on. A context is the number of tokens attended to, summed over the tokens that attend;
+    `prefill_read` is the number of tokens before each chunk, which are read once for all of it."""
 
     num_decodes: int = 0
     decode_context: int = 0
     num_prefill: int = 0
     prefill_context: int = 0
+    prefill_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Outlook:
 
 def work_of(plan: StepPlan) -> StepWork:
     """A plan as what it costs; a chunk of one token counts as a decode."""
-    num_decodes = decode_context = num_prefill = prefill_context = 0
+    num_decodes = decode_context = num_prefill = prefill_context = prefill_read = 0
     for chunk in plan.chunks:
         count = len(chunk.tokens)
         if count == 1:
@@ -66,12 +68,13 @@ def work_of(plan: StepPlan) -> StepWork:
         else:
             num_prefill += count
             prefill_context += count * chunk.start + count * (count + 1) // 2
-    return StepWork(num_decodes, decode_context, num_prefill, prefill_context)
+            prefill_read += chunk.start
+    return StepWork(num_decodes, decode_context, num_prefill, prefill_context, prefill_read)
 
 
 class StepRates:
-    """What a step costs, as learnt: so much anyhow, for each decode, for each prefilled token, and for each token that
-    either attends to.
+    """What a step costs, as learnt: so much anyhow, for each decode, for each prefilled token, for each token that either
+    attends to, and for each that is read for a chunk.
 
     After each step costs are scaled by the surprise: part of it is taken for the machine's, which others may use, and
     scales all costs alike; the rest goes to each by its part in the step. So costs stay positive, nothing has to be
@@ -120,6 +123,10 @@ class StepRates:
         """What a step costs whatever is in it."""
         return self._costs[0]
 
+    def chunk_s(self, start: int) -> float:
+        """What a chunk from this position on costs, however short it is."""
+        return self._costs[5] * start
+
     @property
     def decode_s(self) -> float:
         """What one more decode costs, its context apart."""
@@ -131,9 +138,10 @@ class StepRates:
 
     def prefill_tokens(self, seconds: float, start: int) -> float:
         """How many tokens of a prompt, from position `start` on, are computed in this time, beside the step's other costs."""
+        rest = max(0.0, seconds - self.chunk_s(start))
         per_token, per_context = self.prefill_s(start), self._costs[4]
-        # From seconds = per_token × n + per_context × n² ÷ 2, in the form that does not cancel.
-        return 2 * seconds / (per_token + math.sqrt(per_token * per_token + 2 * per_context * seconds))
+        # From rest = per_token × n + per_context × n² ÷ 2, in the form that does not cancel.
+        return 2 * rest / (per_token + math.sqrt(per_token * per_token + 2 * per_context * rest))
 
     def _surprise(self, work: StepWork, seconds: float) -> float:
         return math.log(min(max(seconds, _SHORTEST_S), _LONGEST_S) / self.seconds(work))
@@ -152,7 +160,14 @@ class StepRates:
         ]
 
     def _parts(self, work: StepWork) -> list[float]:
-        amounts = (1, work.num_decodes, work.decode_context, work.num_prefill, work.prefill_context)
+        amounts = (
+            1,
+            work.num_decodes,
+            work.decode_context,
+            work.num_prefill,
+            work.prefill_context,
+            work.prefill_read,
+        )
         return [cost * amount for cost, amount in zip(self._costs, amounts, strict=True)]
 
 
@@ -175,11 +190,12 @@ def step_budget(rates: StepRates, outlook: Outlook, decode_pace: float, most: in
 def _large_enough(rates: StepRates, outlook: Outlook) -> float:
     """Tokens of a chunk beside no decodes.
 
-    With chunks of C tokens, a step's fixed cost being that of x tokens, prompts have their first token after what is
+    With chunks of C tokens, what any step with a chunk costs being that of x tokens, prompts have their first token after what is
     before them, times (1 + x ÷ C), and all but the last wait half a chunk longer than they would have to for the end of
     their step. The mean is least at C = √(2x × mean of what is before them × n ÷ (n − 1)).
     """
-    fixed = rates.fixed_s / rates.prefill_s(outlook.prefill_start)
+    start = outlook.prefill_start
+    fixed = (rates.fixed_s + rates.chunk_s(start)) / rates.prefill_s(start)
     chunk = _LARGE_ENOUGH * fixed
     count = len(outlook.left)
     if count < 2:

@@ -16,7 +16,12 @@ from engine.values import CoreSettings, NewRequest
 
 STREAMS, LONG = (1, 2, 3, 4), 9
 FIXED_S, TOKEN_S = 0.03, 0.00125
-WARM_UP = (StepWork(0, 0, 511, 130_816), StepWork(1, 512), StepWork(0, 0, 64, 100_384))
+WARM_UP = (
+    StepWork(0, 0, 511, 130_816),
+    StepWork(1, 512),
+    StepWork(0, 0, 16, 24_712, 1536),
+    StepWork(0, 0, 64, 100_384, 1536),
+)
 
 
 @dataclass

@@ -15,6 +15,7 @@ works = st.builds(
     decode_context=st.integers(0, 10**9),
     num_prefill=st.integers(0, 10**5),
     prefill_context=st.integers(0, 10**12),
+    prefill_read=st.integers(0, 10**7),
 )
 outlooks = st.builds(
     Outlook,
