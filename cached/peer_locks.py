@@ -60,7 +60,7 @@ class PeerLocks:
     def keep_only(self, client_ids: Container[bytes]) -> None:
         """Remove the locks of clients that hold nothing here."""
         names: list[str] = []
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # It was removed, or there is no descriptor left to read it with.
             names = os.listdir(self._directory)
         for name in names:
             with contextlib.suppress(ValueError, OSError):

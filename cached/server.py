@@ -7,8 +7,10 @@ time it is. Two helper threads allocate the arena and verify blocks; they hand i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
+import resource
 import select
 import socket
 import struct
@@ -29,6 +31,7 @@ from cached.offers import Unverified
 from cached.part import Part, TierSettings
 from cached.protocol import TABLE, HelloRefused, TierStatistics
 from cached.session import Outgoing, Peer, Session, State
+from cached.spare_descriptors import SpareDescriptors
 from cached.store import BlockStore
 from cached.tier import Tier
 
@@ -100,6 +103,7 @@ class Server:
         self._snapshot_at = 0.0
         self._look_at = 0.0
         self._refused: deque[tuple[float, socket.socket]] = deque()
+        self._spare = SpareDescriptors()
         self._threads: list[threading.Thread] = []
 
     def run(self, when_ready: Callable[[], None] = lambda: None) -> None:
@@ -181,7 +185,7 @@ class Server:
             return
         try:
             listener = _listen(path)
-        except CachedError as error:
+        except (CachedError, OSError) as error:  # The latter: there are no descriptors left for it now.
             if str(error) != self._unreachable_because:
                 log.error("the socket is gone and cannot be made again", socket=str(path), reason=str(error))
             self._unreachable_because = str(error)
@@ -226,9 +230,7 @@ class Server:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # Out of descriptors: those who are connected go on being served.
-            log.error("cannot accept", reason=error.strerror, again_in_s=ACCEPT_PAUSE_S)
-            self._forget(self._listener.fileno())
-            self._accept_again_at = boottime() + ACCEPT_PAUSE_S
+            self._refuse_next(error)
             return
         sock.setblocking(False)
         pid, uid, _ = _PEERCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
@@ -240,6 +242,9 @@ class Server:
             log.warning("too many peers", pid=pid, max_sessions=self._config.max_sessions)
             self._refuse(sock, "sessions_full", f"{self._config.max_sessions} peers are connected; see max_sessions")
             return
+        if not self._spare.are_not_needed():
+            self._refuse_for_lack_of_descriptors(sock)
+            return
         pidfd = _open_process(pid)
         session = Session(self.tier, self._settings, Peer(pid, start_time_of(pid)), self._shown)
         connection = Connection(sock, session, pid, pidfd, boottime() + HELLO_TIMEOUT_S)
@@ -247,6 +252,25 @@ class Server:
         self._watch(sock.fileno(), lambda events: self._serve(connection, events))
         if pidfd is not None:
             self._watch(pidfd, lambda _events: self._process_died(connection))
+
+    def _refuse_next(self, error: OSError) -> None:
+        """Take the next peer in with a spare descriptor, to say why it is not served; without one all of them wait."""
+        assert self._listener is not None
+        if error.errno in (errno.EMFILE, errno.ENFILE) and self._spare.give_one():
+            with contextlib.suppress(OSError):
+                sock, _ = self._listener.accept()
+                sock.setblocking(False)
+                self._refuse_for_lack_of_descriptors(sock)
+            return
+        log.error("cannot accept", reason=error.strerror, again_in_s=ACCEPT_PAUSE_S)
+        self._forget(self._listener.fileno())
+        self._accept_again_at = boottime() + ACCEPT_PAUSE_S
+
+    def _refuse_for_lack_of_descriptors(self, sock: socket.socket) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        log.error("no descriptors are left: a new peer is refused", limit=limit, peers=len(self._connections))
+        message = f"the cache daemon has used up its {limit} descriptors; raise RLIMIT_NOFILE (LimitNOFILE=, ulimit -n)"
+        self._refuse(sock, "no_descriptors", message)
 
     def _refuse(self, sock: socket.socket, reason: str, message: str) -> None:
         """Say why, and close a second later: a socket that is closed before its peer's hello was read takes the answer
@@ -479,6 +503,7 @@ class Server:
         for pidfd in list(self._watched):
             os.close(pidfd)
         self._close_refused(float("inf"))
+        self._spare.close()
         self._to_verify.put(None)
         for thread in self._threads:
             thread.join()

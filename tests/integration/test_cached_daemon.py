@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -188,65 +187,6 @@ def test_a_daemon_that_keeps_no_arena_leaves_nothing(directory: Path) -> None:
     assert daemon.stop() == 0
 
     assert list(directory.iterdir()) == []
-
-
-def kill_and_check(directory: Path, kills: int, seed: int) -> None:
-    """An engine stores without pause and journals what was acknowledged; the daemon is killed at random moments."""
-    daemon = Daemon(directory, host_cache_size=64 * SLOT_BYTES)
-    dice = random.Random(seed)
-    journal: list[list[bytes]] = []
-    stop = threading.Event()
-
-    def engine() -> None:
-        client = TierClient(daemon.socket, HELLO, 2.0)
-        number = 0
-        while not stop.is_set():
-            number += 1
-            names = chain((seed, number), dice.randrange(1, 9))
-            if store(client, names) == ["stored"] * len(names):
-                journal.append(names)
-        client.close()
-
-    writer = threading.Thread(target=engine)
-    try:
-        for attempt in range(kills):
-            daemon.start()
-            if attempt == 0:
-                writer.start()
-            reader = daemon.client()
-            wait_until(lambda reader=reader: reader.lookup(journal[-1] if journal else []) > 0 or len(journal) < 8)
-            stop.wait(dice.uniform(0.0, 0.15))
-            for names in journal[-8:]:
-                copies = load(reader, names)
-                assert copies == contents(names)[: len(copies)]
-            reader.close()
-            assert daemon.stats()["corrupt"] == 0, f"a committed block went bad (seed {seed})"
-            daemon.kill()
-    finally:
-        stop.set()
-        writer.join()
-    daemon.start()
-    client = daemon.client()
-    wait_until(lambda: daemon.stats()["unverified"] == 0)
-    statistics = daemon.stats()
-    served = 0
-    for names in journal:
-        copies = load(client, names)
-        assert copies == contents(names)[: len(copies)]
-        served += len(copies)
-    assert statistics["corrupt"] == 0, f"a committed block went bad (seed {seed})"
-    assert served > 0
-    daemon.close()
-
-
-def test_kills_at_random_moments_lose_no_byte_of_what_is_served(directory: Path) -> None:
-    kill_and_check(directory, kills=8, seed=random.SystemRandom().randrange(10**6))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_three_hundred_kills_lose_no_byte_of_what_is_served(directory: Path) -> None:
-    kill_and_check(directory, kills=300, seed=random.SystemRandom().randrange(10**6))
 
 
 # --- Bytes that go bad ---
@@ -619,22 +559,6 @@ def test_a_stranger_is_refused_by_name_even_where_the_socket_lets_him_in(daemon:
 
     assert os.waitstatus_to_exitcode(status) == 0
     assert daemon.client().poll() == "ready"
-
-
-def test_running_out_of_descriptors_leaves_those_who_are_connected_served(daemon: Daemon) -> None:
-    client = daemon.client()
-    names = chain("descriptors", 2)
-    store(client, names)
-    assert daemon.process is not None
-    import resource
-
-    used = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (used, used))
-
-    late = daemon.client(timeout_s=0.3)
-    assert late.poll() == "absent"
-
-    assert load(client, names) == contents(names)
 
 
 # --- Layouts and arenas ---
