@@ -105,11 +105,13 @@ class CopyStreams:
             self._fences.seen_copy(end)
 
     def drain(self) -> None:
-        """Return when no copy is under way."""
+        """Return when no copy is under way. For whoever stores and loads: nobody else may begin one meanwhile."""
         for stream in _COPY_STREAMS:
             with self._lock:
                 end = self._device.record(stream)
             self._device.synchronize(end)
+        with self._lock:
+            self._fences.seen_copies()
 
     def _part(self, run: Run, memory: memoryview) -> memoryview:
         return memory[run.offset : run.offset + run.num_blocks * self._block_bytes]

@@ -110,6 +110,11 @@ class Fences(Generic[Event]):
         self._stores = [store for store in self._stores if store.end is not end]
         self._loads = [load for load in self._loads if load.end is not end]
 
+    def seen_copies(self) -> None:
+        """Every copy so far was seen to be over."""
+        self._stores.clear()
+        self._loads.clear()
+
 
 def _ended(step: _Step[Event]) -> Event:
     assert step.end is not None, "a block that the running step still writes, or may write, was given to a copy"

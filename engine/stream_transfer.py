@@ -10,7 +10,7 @@ device holds, so that what is compared is what is used. The order of copies and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
@@ -47,7 +47,7 @@ class StreamTransfer:
         copies += self._runs(
             [(block, slot.slot_offset) for at, (block, slot) in enumerate(blocks) if direct[at]], memory
         )
-        self._finish(self._streams.store([block for block, _ in blocks], copies))
+        self._do(lambda: self._streams.store([block for block, _ in blocks], copies))
         checksums = [xxhash.xxh3_64_intdigest(place) for place in self._places[: len(blocks)]]
         staged = [at for at, is_direct in enumerate(direct) if not is_direct]
         if staged and not payload.write_many([slots[at] for at in staged], [self._places[at] for at in staged]):
@@ -81,7 +81,7 @@ class StreamTransfer:
         copies += self._runs([places[at] for at in range(len(blocks)) if not direct[at]], self._staging)
         arrived = [at for at in range(len(blocks)) if direct[at] and verify]
         back = self._runs([(blocks[at][0], at * self._block_bytes) for at in arrived], self._staging)
-        self._finish(self._streams.load([block for block, _ in blocks], copies, back))
+        self._do(lambda: self._streams.load([block for block, _ in blocks], copies, back))
         if not self._is_still_direct(payload, leased[: len(blocks)], direct):
             return Unreadable()
         found = self._compare(leased, arrived)
@@ -120,10 +120,10 @@ class StreamTransfer:
     def _runs(self, blocks: Sequence[tuple[int, int]], memory: memoryview) -> list[HostRun]:
         return [(run, memory) for run in runs_of(blocks, self._block_bytes)]
 
-    def _finish(self, end: Any) -> None:
-        """Nothing may touch the slots, or say that they may be touched, while the device still copies."""
+    def _do(self, submit: Callable[[], Any]) -> None:
+        """Whatever goes wrong, nobody may say that slots are free while the device still copies from or to them."""
         try:
-            self._streams.finish(end)
+            self._streams.finish(submit())
         except BaseException:
             self._streams.drain()
             raise

@@ -374,6 +374,39 @@ def test_pages_taken_away_during_a_copy_spoil_it_though_nothing_faults(make_rig:
         assert rig.transfer.load(rig.payload, Lease(1, 1, ()), leased, False) == Unreadable()
 
 
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_when_a_copy_cannot_be_told_those_before_it_are_over_before_anybody_hears(
+    make_rig: Callable[..., Rig], verb: str
+) -> None:
+    """The worker gives the slots back then, and the daemon gives them to others."""
+    stream, name = ("stores", "copy_out") if verb == "store" else ("loads", "copy_in")
+    rig = make_rig(FakeCudart(), lags=frozenset({stream}))
+    copy, told = getattr(rig.device, name), []
+
+    def copy_once(*arguments: object) -> None:
+        if told:
+            raise RuntimeError("injected")
+        told.append(arguments)
+        copy(*arguments)
+
+    setattr(rig.device, name, copy_once)
+
+    def do() -> None:
+        if verb == "store":
+            rig.transfer.store(rig.payload, [(0, rig.payload.reserved(0)), (5, rig.payload.reserved(5))])
+        else:
+            leased = [(0, rig.payload.leased(0)), (5, rig.payload.leased(5))]
+            rig.transfer.load(rig.payload, Lease(1, 1, ()), leased, False)
+
+    with pytest.raises(RuntimeError, match="injected"):
+        do()
+
+    assert all(queue.done == queue.told for queue in rig.device._queues.values())
+    seen: list[int] = []
+    rig.streams.finish_step(rig.step(reading(0, seen), {0, 5}, {0, 5}))
+    assert seen == [0]
+
+
 def test_the_end_waits_for_copies_and_then_unregisters(make_rig: Callable[..., Rig]) -> None:
     cudart = FakeCudart()
     rig = make_rig(cudart, lags=frozenset({"stores"}))
