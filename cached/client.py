@@ -17,7 +17,6 @@ from cached.keys import OwnerId
 from cached.link import Link
 from cached.mapped_payload import RegistrableMemory, prepare_copies
 from cached.protocol import (
-    MAX_ROWS,
     Abort,
     Commit,
     CommitOutcome,
@@ -57,6 +56,9 @@ from cached.shares import ShareTable, fault_of
 from cached.translation import TouchedRow
 
 __all__ = ["Lease", "ListedPage", "RegistrableMemory", "TierClient", "prepare_copies"]
+
+ROWS_AT_ONCE = 512
+"""Blocks in one message, of which the protocol would allow more: everybody else waits while the daemon is at it."""
 
 _Reply = TypeVar("_Reply")
 _Value = TypeVar("_Value")
@@ -185,8 +187,8 @@ class TierClient:
     def reserve(self, chain: Sequence[OfferedBlock]) -> list[ReserveOutcome]:
         """Offer a chain, root first; one outcome per block."""
         outcomes: list[ReserveOutcome] = []
-        for start in range(0, len(chain), MAX_ROWS):
-            rows = chain[start : start + MAX_ROWS]
+        for start in range(0, len(chain), ROWS_AT_ONCE):
+            rows = chain[start : start + ROWS_AT_ONCE]
             outcomes += self._reserve(rows) or [Refused("absent")] * len(rows)
         return outcomes
 
@@ -211,8 +213,8 @@ class TierClient:
         live = self._link.give_back([reservation for reservation, _ in items])
         asked = items if len(live) == len(items) else [item for item in items if item[0] in live]
         outcomes: list[CommitOutcome] = []
-        for start in range(0, len(asked), MAX_ROWS):
-            rows = asked[start : start + MAX_ROWS]
+        for start in range(0, len(asked), ROWS_AT_ONCE):
+            rows = asked[start : start + ROWS_AT_ONCE]
             outcomes += self._commit(rows) or ["expired"] * len(rows)
         if len(asked) == len(items):
             return outcomes
@@ -223,8 +225,8 @@ class TierClient:
         """Give reservations up; nothing may be written into their slots afterwards."""
         live = self._link.give_back(reservations)
         asked = [reservation for reservation in reservations if reservation in live]
-        for start in range(0, len(asked), MAX_ROWS):
-            self._ask(Abort(self._request_id(), u64s(asked[start : start + MAX_ROWS])), Done)
+        for start in range(0, len(asked), ROWS_AT_ONCE):
+            self._ask(Abort(self._request_id(), u64s(asked[start : start + ROWS_AT_ONCE])), Done)
 
     def _reserve(self, rows: Sequence[OfferedBlock]) -> list[ReserveOutcome] | None:
         reply = self._ask(translation.reserve_request(self._request_id(), rows), ReserveReply)
@@ -277,8 +279,8 @@ class TierClient:
 
     def touch(self, items: Sequence[TouchedRow]) -> None:
         """`(block_hash, priority, deadline, on_expiry)` of blocks a sequence released."""
-        for start in range(0, len(items), MAX_ROWS):
-            self._ask(translation.touch_request(self._request_id(), items[start : start + MAX_ROWS]), Done)
+        for start in range(0, len(items), ROWS_AT_ONCE):
+            self._ask(translation.touch_request(self._request_id(), items[start : start + ROWS_AT_ONCE]), Done)
 
     def suspect(self, hashes: Sequence[bytes]) -> None:
         """Tell the daemon that these blocks' bytes did not match their checksums: it verifies them before it serves

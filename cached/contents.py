@@ -100,7 +100,7 @@ class Contents:
                 columns.move(slot, slots.WAITING)
         if not revealed:
             return
-        rows = self._write_records(revealed)
+        rows = self.write_records(revealed)
         used = self.counters.used
         self.counters.stored += len(rows)
         for slot, row in zip(revealed, rows, strict=True):
@@ -147,22 +147,22 @@ class Contents:
 
     # --- A block changes ------------------------------------------------------------------------------------
 
-    def set_retention(self, slot: int, priority: int, deadline: float, drops: bool) -> None:
-        """Give a block a new priority and deadline."""
+    def set_retention(self, slot: int, priority: int, deadline: float, drops: bool) -> bool:
+        """Give a block a new priority and deadline. True: it has a record, which is the caller's to write again."""
         columns = self.blocks
         old = columns.priority[slot]
         columns.priority[slot] = priority
         columns.deadline[slot] = deadline
         columns.drops[slot] = drops
         if columns.state[slot] not in VISIBLE:
-            return
+            return False
         self.counters.used[old] -= 1
         self.counters.used[priority] += 1
-        self._write_records([slot])
         self.schedule_expiry(slot)
         self.settle_order(slot)
         if priority != old:
             self._happened(events.UPDATED, slot, old)
+        return True
 
     def pin(self, slot: int) -> None:
         """One lease more on a block."""
@@ -284,7 +284,7 @@ class Contents:
         if deadline != NEVER:
             self.expiries.set(slot, deadline)
 
-    def _write_records(self, written: Sequence[int]) -> list[StoredRow]:
+    def write_records(self, written: Sequence[int]) -> list[StoredRow]:
         """Write the records of blocks as they are now; says what was written."""
         columns, id_of = self.blocks, self.owners.id_of
         key, parent_of = columns.key, columns.parent

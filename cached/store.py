@@ -248,13 +248,15 @@ class BlockStore:
         """A release elsewhere: new retention for blocks that are here, and one tick of recency for the message."""
         self.expire(now)
         self._contents.tick += 1
-        columns = self.blocks
-        for item in items:
-            slot = columns.index.get(item.key)
-            if slot is None:
-                continue
-            columns.tick[slot] = self._contents.tick
-            self._contents.set_retention(slot, item.priority, item.deadline, item.drops)
+        columns, contents = self.blocks, self._contents
+        written: list[int] = []
+        for key, priority, deadline, drops in items:
+            slot = columns.index.get(key)
+            if slot is not None:
+                columns.tick[slot] = contents.tick
+                if contents.set_retention(slot, priority, deadline, drops):
+                    written.append(slot)
+        contents.write_records(written)
 
     def drop_owner(self, owner: bytes, now: float) -> int:
         """Remove every block of an owner and all that descend from them; leases on them no longer hold."""
@@ -499,6 +501,7 @@ class BlockStore:
             self._contents.forget_family(slot)
         else:
             self._contents.set_retention(slot, demoted_priority(columns.priority[slot]), NEVER, drops=False)
+            self._contents.write_records([slot])
         return True
 
     # --- Bookkeeping ----------------------------------------------------------------------------------------
