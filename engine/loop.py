@@ -490,7 +490,7 @@ class StepLoop:
         return {
             "step_budget": self._budget,
             "step_fixed_s": rates.fixed_s if known else None,
-            "step_decode_s": rates.decode_s if known else None,
+            "step_decode_s": rates.decode_s(0) if known else None,
             "step_prefill_s": rates.prefill_s(0) if known else None,
         }
 

@@ -127,10 +127,9 @@ class StepRates:
         """What a chunk from this position on costs, however short it is."""
         return self._costs[5] * start
 
-    @property
-    def decode_s(self) -> float:
-        """What one more decode costs, its context apart."""
-        return self._costs[1]
+    def decode_s(self, context: float) -> float:
+        """What one more decode costs that attends to so many tokens."""
+        return self._costs[1] + self._costs[2] * context
 
     def prefill_s(self, start: int) -> float:
         """What one more token of a prompt costs at this position."""
@@ -190,9 +189,10 @@ def step_budget(rates: StepRates, outlook: Outlook, decode_pace: float, most: in
 def _large_enough(rates: StepRates, outlook: Outlook) -> float:
     """Tokens of a chunk beside no decodes.
 
-    With chunks of C tokens, what any step with a chunk costs being that of x tokens, prompts have their first token after what is
+    With chunks of C tokens, what any step costs being that of x tokens, n prompts have their first token after what is
     before them, times (1 + x ÷ C), and all but the last wait half a chunk longer than they would have to for the end of
-    their step. The mean is least at C = √(2x × mean of what is before them × n ÷ (n − 1)).
+    their step. The mean is least at C = √(2x × mean of what is before them × n ÷ (n − 1)). Until all have it, half of
+    them decode in each step on the average: that counts as x, too.
     """
     start = outlook.prefill_start
     fixed = (rates.fixed_s + rates.chunk_s(start)) / rates.prefill_s(start)
@@ -204,4 +204,6 @@ def _large_enough(rates: StepRates, outlook: Outlook) -> float:
     for left in outlook.left:
         before += left
         total += before
+    decodes_s = count / 2 * rates.decode_s(start + before / count)
+    fixed += decodes_s / rates.prefill_s(start)
     return min(chunk, math.sqrt(2 * fixed * total / (count - 1)))

@@ -43,4 +43,4 @@ def test_the_budget_is_bounded_rises_with_the_pace_and_starves_nobody(
 
     assert 1 <= slow <= fast <= most
     assert slow >= min(most, outlook.num_decodes + LEAST_PREFILL)
-    assert all(0 < each < math.inf for each in (rates.fixed_s, rates.decode_s, rates.prefill_s(0)))
+    assert all(0 < each < math.inf for each in (rates.fixed_s, rates.decode_s(0), rates.prefill_s(0)))
