@@ -25,8 +25,6 @@ from engine.model_files import ModelFiles
 from engine.prepacked import Linear, LinearFactory, PackedLinear, pieces_of
 
 FAMILY: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-# The fewest rows worth handing to oneDNN may be more than there are: on AVX-512 four rows take less time than one.
-_FEWEST_ROWS: Final = (1, 4)
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
 
@@ -209,9 +207,12 @@ def _mapped(files: ModelFiles, name: str, loaded: torch.Tensor) -> torch.Tensor:
 def _quickest_rows(linears: list[Linear]) -> int:
     """How many rows a single one is best padded to on this machine, measured on the weights themselves, whose number
     keeps them out of the caches."""
+    choices = linears[0].fewest_rows
+    if len(choices) == 1:
+        return choices[0]
     best: dict[int, float] = {}
     for _ in range(3):
-        for rows in _FEWEST_ROWS:
+        for rows in choices:
             given = torch.zeros((rows, linears[0].num_inputs))
             began = time.perf_counter()
             for linear in linears:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
 import torch
 
 from engine.layer_kernels import PARALLEL_ROWS, compile_both
+
+ROUNDING = "int8/1"
+"""What caches know these weights by; it changes with everything that changes the values that K and V come out with."""
 
 _ENGINE = "fbgemm"
 _HIGHEST_WEIGHT = 127
@@ -37,6 +40,8 @@ def is_available() -> bool:
 
 class Int8Linear:
     """As `PackedLinear`, in one piece: its sums are exact."""
+
+    fewest_rows: ClassVar[tuple[int, ...]] = (1,)
 
     def __init__(self, linears: Sequence[torch.nn.Linear], pieces: int = 1) -> None:
         self.num_inputs = linears[0].in_features

@@ -47,8 +47,13 @@ class BlockLayout:
         return layers * kinds * tokens * heads * dim * _ITEM_BYTES[self.dtype]
 
 
-def layout_fingerprint(architecture: Mapping[str, object], weights_digest: bytes, layout: BlockLayout) -> bytes:
-    """32 bytes that differ whenever architecture (RoPE included), weights, data type or block layout differ."""
+def layout_fingerprint(
+    architecture: Mapping[str, object], weights_digest: bytes, layout: BlockLayout, rounding: str = ""
+) -> bytes:
+    """32 bytes that differ whenever architecture (RoPE included), weights, data type or block layout differ.
+
+    `weights_digest` is that of the files; `rounding` names what was done to their weights before they were used.
+    """
     relevant = {name: value for name, value in architecture.items() if name not in _IRRELEVANT}
     parts = (
         json.dumps(relevant, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str).encode(),
@@ -57,5 +62,7 @@ def layout_fingerprint(architecture: Mapping[str, object], weights_digest: bytes
         _ARRANGEMENT.encode(),
         json.dumps(layout.shape).encode(),
         str(layout.tokens_per_block).encode(),
+        # Nothing for weights as they are, so that blocks stored before there was a choice are still found.
+        *([rounding.encode()] if rounding else []),
     )
     return hashlib.sha256(_TAG + b"".join(length_prefixed(part) for part in parts)).digest()

@@ -32,6 +32,7 @@ ALLOWED_FIELDS: Final = frozenset(
         "model_id",
         "num_blocks",
         "peer_uid",
+        "quantization",
         "reason",
         "requests_dropped",
         "sequences",

@@ -203,6 +203,7 @@ async def _serve(config: EngineConfig, runner: ModelRunner, prefill_rate: Rate, 
             model_id=config.model_id,
             device=str(runner.info.device),
             dtype=str(runner.info.dtype),
+            quantization=runner.info.quantization,
             num_blocks=runner.info.num_blocks,
             incarnation=incarnation,
         )

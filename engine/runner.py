@@ -55,6 +55,7 @@ class ModelInfo:
     device: str
     dtype: str
     attention: str = ""
+    quantization: str = "none"
 
 
 class ForwardPass(Protocol):
@@ -134,7 +135,11 @@ def load_runner(config: EngineConfig, progress: Progress = lambda what, share: N
         raise ModelRefused(f"the weights in {files.directory} changed while they were being read; start again")
 
     progress("arranging the weights", 0.0)
-    model = _fastest(loaded, config.state_dir / "kernels")
+    kernels = config.state_dir / "kernels"
+    if config.quantization == "int8":
+        model, rounding = _rounded(loaded, kernels)
+    else:
+        model, rounding = _fastest(loaded, kernels), ""
     progress("arranging the weights", 1.0)
 
     dtype = _dtype_name(model)
@@ -142,20 +147,21 @@ def load_runner(config: EngineConfig, progress: Progress = lambda what, share: N
     num_blocks = _num_blocks(config, layout, device)
     progress("allocating the KV pool", 0.0)
     kv = KvMemory(layout, num_blocks, device)
-    attention = choose_attention(kv, config.state_dir / "kernels")
+    attention = choose_attention(kv, kernels)
     info = ModelInfo(
         model_id=config.model_id,
         architecture=model.shape.architecture,
         vocab_size=model.shape.vocab_size,
         max_context_tokens=model.shape.max_context_tokens,
         eos_token_ids=model.shape.eos_token_ids,
-        layout_fingerprint=layout_fingerprint(model.shape.config, digest.result, layout),
+        layout_fingerprint=layout_fingerprint(model.shape.config, digest.result, layout, rounding),
         block_bytes=layout.block_bytes,
         tokens_per_block=config.tokens_per_block,
         num_blocks=num_blocks,
         device=str(device),
         dtype=dtype,
         attention=attention.name,
+        quantization=config.quantization,
     )
     runner = ModelRunner(model, kv, attention, info)
     progress("warming up", 0.0)
@@ -171,6 +177,28 @@ def _fastest(model: LoadedModel, kernel_cache_dir: Path) -> ForwardPass:
     from engine.fused import fuse  # Imports kernels, which may be neither possible nor kept elsewhere before this.
 
     return fuse(model) or model
+
+
+def _rounded(model: LoadedModel, kernel_cache_dir: Path) -> tuple[ForwardPass, str]:
+    """The model with int8 weights, and the name of that rounding. Whoever asked for it is refused where it cannot be
+    had, and not served more slowly than he reckons with."""
+    advice = "set quantization to none"
+    if not can_compile(kernel_cache_dir):
+        raise EngineConfigError(f"quantization int8 needs numba, which does not work here; {advice}")
+    from engine.fused import FAMILY, fuse
+    from engine.int8_linear import ROUNDING, Int8Linear, is_available
+
+    if not is_available():
+        raise EngineConfigError(
+            f"quantization int8 needs FBGEMM, which this build of torch does not have on this processor; {advice}"
+        )
+    rounded = fuse(model, Int8Linear)
+    if rounded is None:
+        raise EngineConfigError(
+            f"quantization int8 is not there for {model.shape.architecture} as it is configured (it is for "
+            f"{', '.join(sorted(FAMILY))} with SiLU and whole heads rotated); {advice}"
+        )
+    return rounded, ROUNDING
 
 
 class _Digest:
@@ -213,6 +241,10 @@ def _device(config: EngineConfig) -> torch.device:
         if config.dtype == "float16":
             raise EngineConfigError("dtype float16 is for CUDA; on the CPU use float32 (bfloat16 works and is slower)")
         return torch.device("cpu")
+    if config.quantization == "int8":
+        raise EngineConfigError(
+            "quantization int8 is for the CPU, and device auto has found a GPU; set device to cpu, or quantization to none"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 
