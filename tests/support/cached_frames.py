@@ -28,8 +28,9 @@ def name(number: int) -> bytes:
 class FrameMaker:
     """Makes frames; learns ids from replies, so that commits, aborts and releases find something to end."""
 
-    def __init__(self, dice: random.Random) -> None:
+    def __init__(self, dice: random.Random, layout: protocol.Layout = LAYOUT) -> None:
         self._dice = dice
+        self._layout = layout
         self._reservations: list[int] = []
         self._leases: list[int] = []
 
@@ -44,7 +45,7 @@ class FrameMaker:
     def hello(self) -> bytes:
         """A greeting that is mostly welcome."""
         dice = self._dice
-        layout = dice.choice([LAYOUT] * 8 + [None, dataclasses.replace(LAYOUT, fingerprint=b"other")])
+        layout = dice.choice([self._layout] * 8 + [None, dataclasses.replace(self._layout, fingerprint=b"other")])
         client = dice.choice(CLIENTS)
         return TABLE.encode(protocol.Hello(1, protocol.PROTOCOL_VERSION, client, self_test_vector(), layout, ""))
 
