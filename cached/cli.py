@@ -7,6 +7,7 @@ engine's figures of its own tier (`ctx.obj.device_tier`).
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 import time
@@ -153,11 +154,14 @@ def drop(context: click.Context, tenant: str, yes: bool, as_json: bool) -> None:
 
     What a device holds is not touched. The tenant's next prompts are computed again.
     """
-    tenant_id = _tenant_ids(context).get(tenant)
+    known = _tenant_ids(context)
+    tenant_id = known.get(tenant)
     if tenant_id is None:
-        click.echo(f"there is no tenant {tenant!r}; `halocline tenant list` names them", err=True)
+        near = difflib.get_close_matches(tenant, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`halocline tenant list` names them"
+        click.echo(f"there is no tenant {tenant!r}; {hint}", err=True)
         context.exit(EXIT_UNKNOWN)
-    if not yes and not _may_ask(context):
+    if not yes and not _can_ask():
         click.echo(f"nothing removed: no terminal to ask on; to drop the blocks of {tenant}, add --yes", err=True)
         context.exit(EXIT_REFUSED)
     if not yes and not click.confirm(f"Remove all host blocks of {tenant}?", err=True):
@@ -304,7 +308,7 @@ def _trouble(context: click.Context, tier: dict[str, Any]) -> str | None:
     return trouble_of(*found, tier["shares_version"], tier["capacity_bytes"])
 
 
-def _may_ask(context: click.Context) -> bool:
+def _can_ask() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 

@@ -35,7 +35,7 @@ def statistics(stats: Mapping[str, Any]) -> str:
         *(("layout", _layout_text(line, len(layouts) > 1)) for line in layouts),
         ("capacity", f"{stats['capacity_slots']} blocks, {_size(stats['capacity_bytes'])}"),
         ("allocated", f"{stats['allocated_slots']} blocks, {_size(stats['allocated_bytes'])}"),
-        ("sessions", f"{stats['sessions']} of engines"),
+        ("sessions", f"{stats['sessions']} (an engine that keeps events has two)"),
         ("used", f"{stats['used']} ({stats['idle']} idle, {stats['leased']} leased, {stats['unverified']} unverified)"),
         (
             "being stored",
@@ -67,7 +67,7 @@ def _layout_text(line: Mapping[str, Any], is_one_of_several: bool) -> str:
         text += f", in the part of {line['name']}"
     if is_one_of_several:
         text += (
-            f": {line['used']} of {line['capacity_slots']} blocks used, {line['sessions']} engines, "
+            f": {line['used']} of {line['capacity_slots']} blocks used, {line['sessions']} sessions, "
             f"found {line['found']} of {line['looked_up']}, {line['stored']} stored, {line['loaded']} loaded, "
             f"{line['evicted']} evicted, {line['unverified']} unverified, {line['corrupt']} corrupt"
         )
@@ -285,7 +285,7 @@ def top(
         shares.add_row(
             layout, _owner(line.owner, names), str(line.held), str(line.floor), ceiling, str(line.evicted), str(refused)
         )
-    parts = Table("layout", "label", "blocks", "of", "engines", "store", "load", box=None, header_style="bold")
+    parts = Table("layout", "label", "blocks", "of", "sessions", "store", "load", box=None, header_style="bold")
     for line in look["layouts"]:
         parts.add_row(
             line["layout"],

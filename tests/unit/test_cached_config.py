@@ -233,11 +233,16 @@ def test_verify_tells_what_it_found(shown: Path) -> None:
     assert (found["asked"], found["verified"], found["corrupt"], found["left"]) == (3, 3, 0, 0)
 
 
-def test_a_drop_takes_the_blocks_of_one_tenant_and_asks_first(shown: Path) -> None:
+def test_a_drop_takes_the_blocks_of_one_tenant_and_asks_first(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = run(shown, "drop", "--tenant", "nobody", "--yes")
+    mistyped = run(shown, "drop", "--tenant", "acne", "--yes")
+    unasked = run(shown, "drop", "--tenant", "acme")
+    monkeypatch.setattr("cached.cli._can_ask", lambda: True)
     kept = CliRunner().invoke(cache, ["drop", "--tenant", "acme"], obj=Context(shown), input="n\n")
     gone = json.loads(run(shown, "drop", "--tenant", "acme", "--yes", "--json").stdout)
 
-    assert unknown.exit_code == 3
+    assert (unknown.exit_code, mistyped.exit_code) == (3, 3)
+    assert "did you mean 'acme'?" in mistyped.stderr
+    assert (unasked.exit_code, "add --yes" in unasked.stderr) == (2, True)
     assert kept.exit_code == 2
     assert gone["num_blocks"] == 2
