@@ -62,6 +62,9 @@ class Arena:
             arena._check_room()
             if mlock:
                 arena._lock_in_memory()
+            else:
+                for part in arena.parts:
+                    part.count_what_is_there()
             for part in arena.parts:
                 part.allocate_next()
         except BaseException:

@@ -229,6 +229,12 @@ class ArenaPart:
         self.allocated_bytes += piece
         return True
 
+    def count_what_is_there(self) -> None:
+        """A payload that a former daemon allocated in full need not be gone through again. Until it was counted its blocks
+        would seem to fill all there is, and newcomers would evict them."""
+        if not self.missing_bytes:
+            self.allocated_bytes = self.payload_bytes
+
     def lock_in_memory(self) -> None:
         """From now on what is allocated is locked, too."""
         self._locked_map = mmap.mmap(self.payload_fd, self.payload_bytes)

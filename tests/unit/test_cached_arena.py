@@ -404,3 +404,42 @@ def test_pids_of_another_namespace_of_processes_mean_nothing_here(
     arena = open_arena(tmp_path)
     assert dict(part_of(arena).scan()) == {3: HOLDER._replace(pid=0, started=0)}
     arena.close(keep=True)
+
+
+def test_a_payload_that_was_allocated_in_full_is_there_at_once_for_the_next_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be published piece by piece again: with more blocks than one piece holds there was no free slot for a
+    moment after each restart, and newcomers evicted blocks from a tier that was a third full."""
+    monkeypatch.setattr("cached.arena_part.PIECE_BYTES", 2**16)
+    arena = open_arena(tmp_path)
+    part_of(arena).format(LAYOUT)
+    while arena.allocate_next():
+        pass
+    arena.close(keep=True)
+
+    again = open_arena(tmp_path)
+
+    assert part_of(again).allocated_slots == part_of(again).num_slots == 2**20 // 8192
+    assert not again.allocate_next()
+    again.close(keep=True)
+
+
+def test_a_payload_with_a_hole_is_allocated_piece_by_piece_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cached.arena_part.PIECE_BYTES", 2**16)
+    arena = open_arena(tmp_path)
+    while arena.allocate_next():
+        pass
+    arena.close(keep=True)
+    payload = tmp_path / "arena" / "payload"
+    os.truncate(payload, 2**19)
+
+    again = open_arena(tmp_path)
+
+    assert again.allocated_bytes == 2**16
+    while again.allocate_next():
+        pass
+    assert payload.stat().st_blocks * 512 >= 2**20
+    again.close(keep=True)
