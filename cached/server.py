@@ -1,7 +1,7 @@
 """The daemon's only loop: one thread, one epoll, plain sockets. Moves bytes between peers and their sessions.
 
-It also watches what only the kernel knows: who a peer is (SO_PEERCRED), whether its process still lives (pidfd), what
-time it is. Two helper threads allocate the arena and verify blocks; they hand in results and touch nothing else.
+It asks what only the kernel knows: who a peer is (SO_PEERCRED), whether its process still lives (pidfd), what time it is.
+Who is behind ended sessions is `former_peers`' to watch, what happens beside the loop `background`'s to do.
 """
 
 from __future__ import annotations
@@ -9,30 +9,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import queue
 import resource
 import select
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
 from cached import machine
 from cached.arena import Arena
+from cached.background import Background
 from cached.config import CachedConfig
 from cached.errors import ArenaError, CachedError, PeerError
+from cached.former_peers import FormerPeers, has_ended, open_process, start_time_of
 from cached.keys import fingerprint
-from cached.offers import Unverified
-from cached.part import Part, TierSettings
+from cached.listening import file_at, listen_at
+from cached.part import TierSettings
 from cached.protocol import TABLE, HelloRefused, TierStatistics
 from cached.session import Outgoing, Peer, Session, State
 from cached.spare_descriptors import SpareDescriptors
-from cached.store import BlockStore
 from cached.tier import Tier
 
 RECEIVE_BYTES = 64 * 1024
@@ -42,12 +40,10 @@ MAX_OUTBOX_BYTES = 4 * 2**20
 HELLO_TIMEOUT_S = 5.0
 TICK_S = 1.0
 ACCEPT_PAUSE_S = 0.1
-VERIFY_BATCH = 8
 MAX_REFUSED = 64
 """Refused peers whose sockets stay open until they have read why."""
 
 _PEERCRED = struct.Struct("3i")
-_Verdict = tuple[Part, BlockStore, Unverified, bool]
 
 log = structlog.get_logger("cached")
 
@@ -90,34 +86,31 @@ class Server:
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._connections: dict[int, Connection] = {}
-        self._watched: dict[int, int] = {}
+        self._former = FormerPeers(self._watch, self._forget, arena.peer_locks, self.tier.process_gone)
         self._listener: socket.socket | None = None
         self._socket_id: tuple[int, int] | None = None
         self._unreachable_because = ""
         self._accept_again_at: float | None = None
         self._wake_in, self._wake_out = socket.socketpair()
+        self._background = Background(arena, self.tier, self._wake)
         self._stopping = False
-        self._to_verify: queue.SimpleQueue[tuple[Part, BlockStore, list[Unverified]] | None] = queue.SimpleQueue()
-        self._verdicts: queue.SimpleQueue[_Verdict] = queue.SimpleQueue()
-        self._num_verifying = 0
         self._snapshot_at = 0.0
         self._look_at = 0.0
         self._refused: deque[tuple[float, socket.socket]] = deque()
         self._spare = SpareDescriptors()
-        self._threads: list[threading.Thread] = []
 
     def run(self, when_ready: Callable[[], None] = lambda: None) -> None:
         """Listen and serve; returns after `stop`, with every session ended and the socket gone."""
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._watch(self._wake_in.fileno(), self._woken)
-        self._listener = _listen(self._config.socket)
-        self._socket_id = _file_id(self._config.socket)
+        self._listener = listen_at(self._config.socket)
+        self._socket_id = file_at(self._config.socket)
         self._watch(self._listener.fileno(), self._accept)
         for session, holder in self.tier.quarantined().items():
-            self._watch_former(session, holder.pid, holder.started)
-        self._start_threads()
-        self._verify_some()
+            self._former.find(session, holder.pid, holder.started)
+        self._background.start()
+        self._background.hand_over()
         when_ready()
         try:
             while not self._stopping:
@@ -144,11 +137,12 @@ class Server:
             self._look_at = now + TICK_S
             self._look_at_socket()
             self._look_at_payloads()
-            self._look_for_the_gone()
+            self._former.look_at_locks(self.tier.quarantined())
+            self._arena.peer_locks.keep_only(self.tier.clients())
         self._close_refused(now)
-        self._verify_some()
-        if self._watched:
-            self._unwatch_settled()
+        self._background.hand_over()
+        if self._former.are_watched:
+            self._former.keep_only(self.tier.quarantined())
         if self._accept_again_at is not None and now >= self._accept_again_at:
             self._resume_accepting()
         for connection in [c for c in self._connections.values() if c.session.state is State.NEW and c.hello_by <= now]:
@@ -167,24 +161,14 @@ class Server:
                 log.error("a payload was cut short by a peer and cannot be mended", reason=str(error))
                 part.mended()
 
-    def _look_for_the_gone(self) -> None:
-        """Who is in quarantine is gone when the kernel has dropped its lock, whether or not it can be watched as well: the
-        number of a process that a former daemon noted may be another's by now."""
-        locks = self._arena.peer_locks
-        for session, holder in self.tier.quarantined().items():
-            if locks.is_released(holder.client_id):
-                log.info("a peer's lock is released: it is gone", session=session)
-                self.tier.process_gone(session)
-        locks.keep_only(self.tier.clients())
-
     def _look_at_socket(self) -> None:
         """Whoever cleans up directories of sockets may remove one that is in use: nobody new would reach this daemon,
         and nothing would say so. Those who are connected notice nothing."""
         path = self._config.socket
-        if _file_id(path) == self._socket_id:
+        if file_at(path) == self._socket_id:
             return
         try:
-            listener = _listen(path)
+            listener = listen_at(path)
         except (CachedError, OSError) as error:  # The latter: there are no descriptors left for it now.
             if str(error) != self._unreachable_because:
                 log.error("the socket is gone and cannot be made again", socket=str(path), reason=str(error))
@@ -193,7 +177,7 @@ class Server:
         if self._listener is not None:
             self._forget(self._listener.fileno())
             self._listener.close()
-        self._listener, self._socket_id, self._unreachable_because = listener, _file_id(path), ""
+        self._listener, self._socket_id, self._unreachable_because = listener, file_at(path), ""
         self._accept_again_at = None
         self._watch(listener.fileno(), self._accept)
         self.tier.sockets_remade += 1
@@ -211,15 +195,7 @@ class Server:
     def _woken(self, _events: int) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(4096)
-        self.tier.allocated()
-        while True:
-            try:
-                part, store, item, is_sound = self._verdicts.get_nowait()
-            except queue.Empty:
-                return
-            self._num_verifying -= 1
-            if store is part.store and store.verified(item, is_sound):
-                log.warning("block failed verification and is dropped", slot=item.slot)
+        self._background.take_in()
 
     # --- Peers ----------------------------------------------------------------------------------------------
 
@@ -245,7 +221,7 @@ class Server:
         if not self._spare.are_not_needed():
             self._refuse_for_lack_of_descriptors(sock)
             return
-        pidfd = _open_process(pid)
+        pidfd = open_process(pid)
         session = Session(self.tier, self._settings, Peer(pid, start_time_of(pid)), self._shown)
         connection = Connection(sock, session, pid, pidfd, boottime() + HELLO_TIMEOUT_S)
         self._connections[sock.fileno()] = connection
@@ -369,8 +345,8 @@ class Server:
         if unsettled and is_gone:
             self.tier.process_gone(number)
         elif unsettled and pidfd is not None:
-            self._watched[pidfd] = number
-            self._handlers[pidfd] = lambda _events: self._former_gone(pidfd)
+            self._forget(pidfd)
+            self._former.take(number, pidfd)
             return
         elif unsettled:
             log.warning("cannot see the peer's process: what it held waits until its lock is released", session=number)
@@ -379,47 +355,12 @@ class Server:
             os.close(pidfd)
 
     def _process_died(self, connection: Connection) -> None:
-        if connection.pidfd is None or not _has_ended(connection.pidfd):
+        if connection.pidfd is None or not has_ended(connection.pidfd):
             return
         # Its socket may be open in a child it forked; the session is the process's, and ends with it. What it sent
         # before it died is still acted on, so that an acknowledged abort or bye counts.
         self._serve(connection, select.EPOLLIN)
         self._end(connection, is_gone=True)
-
-    def _watch_former(self, session: int, pid: int, started: int) -> None:
-        if pid <= 0:
-            # In a namespace of processes that is not seen from here: not being visible says nothing of being gone.
-            log.warning("cannot see the former peer's process: what it held waits until its lock is released")
-            return
-        if start_time_of(pid) != started:
-            self.tier.process_gone(session)
-            return
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self.tier.process_gone(session)
-            return
-        except OSError as error:
-            log.error("cannot watch the former peer's process", pid=pid, reason=error.strerror)
-            return
-        self._watched[pidfd] = session
-        self._watch(pidfd, lambda _events: self._former_gone(pidfd))
-
-    def _former_gone(self, pidfd: int) -> None:
-        if _has_ended(pidfd):
-            self.tier.process_gone(self._watched[pidfd])
-            self._unwatch(pidfd)
-
-    def _unwatch_settled(self) -> None:
-        """Watch nobody whose session has been settled otherwise, so that a peer's reconnects cost no descriptors."""
-        waiting = self.tier.quarantined()
-        for pidfd in [pidfd for pidfd, session in self._watched.items() if session not in waiting]:
-            self._unwatch(pidfd)
-
-    def _unwatch(self, pidfd: int) -> None:
-        del self._watched[pidfd]
-        self._forget(pidfd)
-        os.close(pidfd)
 
     def _shown(self) -> list[tuple[str, str]]:
         """The settings in force, for whoever asks; none of them is a secret."""
@@ -431,47 +372,6 @@ class Server:
         ]
 
     # --- Helpers --------------------------------------------------------------------------------------------
-
-    def _start_threads(self) -> None:
-        for target in (self._allocate, self._verify):
-            thread = threading.Thread(target=target, name=f"cached{target.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def _allocate(self) -> None:
-        began, told = time.monotonic(), 0
-        try:
-            while not self._stopping and self._arena.allocate_next():
-                self._wake()
-                quarters = 4 * self._arena.allocated_bytes // self._arena.payload_bytes
-                if quarters > told:
-                    told = quarters
-                    seconds = round(time.monotonic() - began, 2)
-                    log.info(
-                        "arena is being allocated",
-                        percent=25 * told,
-                        bytes=self._arena.allocated_bytes,
-                        seconds=seconds,
-                    )
-        except ArenaError as error:
-            log.error("the arena stays smaller than asked", reason=str(error), bytes=self._arena.allocated_bytes)
-
-    def _verify_some(self) -> None:
-        if self._num_verifying:
-            return
-        found = self.tier.next_unverified(VERIFY_BATCH)
-        if found is not None:
-            part, batch = found
-            self._num_verifying = len(batch)
-            self._to_verify.put((part, part.require_store(), batch))
-
-    def _verify(self) -> None:
-        buffer = bytearray()
-        while (job := self._to_verify.get()) is not None:
-            part, store, batch = job
-            for item in batch:
-                self._verdicts.put((part, store, item, part.files.is_sound(item.slot, item.checksum, buffer)))
-            self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -494,82 +394,16 @@ class Server:
     def _close(self) -> None:
         self._stopping = True
         with contextlib.suppress(OSError):
-            if _file_id(self._config.socket) == self._socket_id:
+            if file_at(self._config.socket) == self._socket_id:
                 os.unlink(self._config.socket)
         if self._listener is not None:
             self._listener.close()
         for connection in list(self._connections.values()):
             self._end(connection)
-        for pidfd in list(self._watched):
-            os.close(pidfd)
+        self._former.close()
         self._close_refused(float("inf"))
         self._spare.close()
-        self._to_verify.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._background.stop()
         self._epoll.close()
         self._wake_in.close()
         self._wake_out.close()
-
-
-def _file_id(path: Path) -> tuple[int, int] | None:
-    """What a path leads to; None where it leads to nothing that can be seen."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def start_time_of(pid: int) -> int:
-    """When a process started, in clock ticks since boot, which with its pid names it for good; 0 when not visible."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def _open_process(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid) if pid > 0 else None
-    except OSError:
-        return None
-
-
-def _has_ended(pidfd: int) -> bool:
-    """Ask again: within one turn of the loop the number of a closed descriptor may have become another's."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _listen(path: Path) -> socket.socket:
-    """Listen at `path`, whose socket appears with its mode set and its queue open, replacing a dead one's."""
-    if _is_answered(path):
-        raise CachedError(f"another process answers at {path}; stop it, or give another socket")
-    newborn = path.with_name(f".{os.getpid()}")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            newborn.unlink()
-        listener.bind(str(newborn))
-        newborn.chmod(0o660)
-        listener.listen(128)
-        newborn.rename(path)
-    except OSError as error:
-        listener.close()
-        raise CachedError(f"cannot listen at {path}: {error.strerror or error}") from error
-    return listener
-
-
-def _is_answered(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:  # Its queue is full: somebody lives there.
-            return True
-        except OSError:
-            return False
-    return True
