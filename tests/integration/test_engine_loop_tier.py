@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 
 from engine.client import EngineClient
 from engine.protocol import FirstToken, Sampling
-from tests.support.fake_runner import FakeInfo, FakeRunner, SlowTransfer, expected_tokens
+from tests.support.async_device import AsyncDevice
+from tests.support.fake_cudart import FakeCudart
+from tests.support.fake_runner import FakeInfo, FakeRunner, SlowTransfer, StreamedRunner, expected_tokens
 from tests.support.fake_tier import FakeTier, FakeTierClient
 from tests.support.shell import WAIT_S, Shell, is_quiet
 
@@ -145,6 +148,36 @@ async def test_copies_that_take_long_never_meet_a_step_that_uses_their_block() -
         assert figures["core"]["blocks_load_failed"] == 0
         assert figures["tier"]["store_blocks"] > 0
         shell.core.check_invariants()
+
+
+@pytest.mark.parametrize("late", [(), ("stores", "loads")], ids=["at any pace", "copies late"])
+@pytest.mark.parametrize("fails_at", [None, (2, 4), ()], ids=["nothing pinned", "some pinned", "all pinned"])
+async def test_no_answer_is_wrong_on_a_device_that_copies_beside_its_steps(
+    fails_at: tuple[int, ...] | None, late: tuple[str, ...]
+) -> None:
+    """Stores, loads and steps on streams of their own, each delayed at random, over a pool that everything has to leave soon."""
+    pauses = random.Random(5)
+    info = FakeInfo(num_blocks=24)
+    device = AsyncDevice(
+        24, info.block_bytes, frozenset(late), pace=lambda: time.sleep(pauses.choice([0.0, 0.0, 0.001]))
+    )
+    tier = FakeTier(256, info.block_bytes)
+    cudart = None if fails_at is None else FakeCudart(fails_at=fails_at)
+    runner = StreamedRunner(FakeRunner(info), device, cudart)
+    async with tiered(tier, runner) as shell:  # type: ignore[arg-type]
+        client = await shell.client()
+        await ready(client)
+
+        for group in range(8):
+            await asyncio.gather(*(run(client, prompt_of((group + at) % 9, 20 + at % 4 * 9), 5) for at in range(8)))
+
+        figures = await shell.until(is_quiet)
+        assert figures["core"]["blocks_loaded"] > 0
+        assert figures["core"]["blocks_load_failed"] == 0
+        assert (figures["tier"]["pinned_bytes"] > 0) == (cudart is not None)
+        shell.core.check_invariants()
+    device.close()
+    assert cudart is None or cudart.registered == {}
 
 
 @pytest.mark.parametrize("seed", range(3))

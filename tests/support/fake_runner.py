@@ -17,9 +17,15 @@ import xxhash
 
 from cached.client import Lease
 from cached.protocol import LeasedBlock, Reserved
+from engine.copy_streams import CopyStreams
+from engine.fences import blocks_of
+from engine.pinning import PayloadPins, StagingBuffer
 from engine.plan import Chunk, Sampled, StepPlan, StepResult
 from engine.protocol import TokenLogprob, TopLogprob
+from engine.stream_transfer import StreamTransfer
 from engine.transfer import HostTransfer, LoadOutcome, Payload
+from tests.support.async_device import AsyncDevice
+from tests.support.fake_cudart import FakeCudart
 
 VOCAB_SIZE = 1000
 EOS = 0
@@ -88,6 +94,30 @@ class SlowTransfer(HostTransfer):
             time.sleep(0.001)
             view[:] = new
         return outcome
+
+
+class StreamedRunner:
+    """A `FakeRunner` whose memory is a device's with streams: a step is a kernel, and copies are the device's too."""
+
+    def __init__(self, inner: FakeRunner, device: AsyncDevice, cudart: FakeCudart | None) -> None:
+        self._inner = inner
+        self._device = device
+        self._streams = CopyStreams(device, inner.info.block_bytes)
+        inner.kv.rows = device.memory
+        inner.kv.tokens = device.memory.view(np.uint32)[:, : inner.info.tokens_per_block]
+        staging = StagingBuffer(cudart, 2 * inner.info.block_bytes)
+        pins = PayloadPins(cudart, 5 * inner.info.block_bytes)
+        self.transfer = StreamTransfer(self._streams, pins, staging, inner.info.block_bytes)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def execute(self, plan: StepPlan, abandon: Callable[[], bool]) -> StepResult:
+        results: list[StepResult] = []
+        self._streams.begin_step(blocks_of(plan, self._inner.info.tokens_per_block))
+        self._device.launch(lambda memory: results.append(self._inner.execute(plan, abandon)))
+        self._streams.finish_step(self._streams.end_step())
+        return results[0]
 
 
 @dataclass(slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from xxhash import xxh3_64_intdigest
 
-from cached.client import Lease
+from cached.client import Lease, RegistrableMemory
 from cached.protocol import LeasedBlock, OfferedBlock, OwnerShare, Present, Refused, Reserved
 
 
@@ -25,7 +26,8 @@ class FakeTier:
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.num_slots = num_slots
-        self.memory = bytearray(num_slots * block_bytes)
+        self.memory = mmap.mmap(-1, num_slots * block_bytes)
+        self.memory[:] = bytes(len(self.memory))  # So that its pages are there, to be registered with a device.
         self.stored: dict[bytes, _Block] = {}
         self.reserved: dict[int, tuple[int, OfferedBlock]] = {}
         self.leases: set[int] = set()
@@ -80,7 +82,11 @@ class FakeTierClient:
     def payload(self) -> memoryview | None:
         return self._payload if self.state == "ready" else None
 
-    registrable = None
+    @property
+    def registrable(self) -> RegistrableMemory | None:
+        if self.state != "ready":
+            return None
+        return RegistrableMemory(self._payload, self.tier.block_bytes, self.tier.num_slots, 2**30)
 
     def may_copy(self, numbers: Sequence[int]) -> bool:
         return self.state == "ready"
