@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core import EngineCore
-from engine.loop import Admit, AskStatistics, Ended, Inbox, Outbound, Outputs, StepLoop
+from engine.loop import Admit, AskStatistics, Inbox, Outbound, Outputs, StepLoop
 from engine.pace import StepRates, StepWork, work_of
 from engine.plan import Sampled, StepPlan, StepResult
 from engine.protocol import Sampling
 from engine.values import CoreSettings, NewRequest
 
-STREAMS, LONG = (1, 2, 3, 4), 9
+STREAMS, LONG, LONG_AGO = (1, 2, 3, 4), 9, 99
+PREFIX = tuple(range(100, 1092))
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 FIXED_S, TOKEN_S = 0.03, 0.00125
 WARM_UP = (
     StepWork(0, 0, 511, 130_816),
@@ -55,34 +58,16 @@ class TimedRunner:
 
 def request(sequence_id: int, num_tokens: int, max_tokens: int) -> NewRequest:
     prompt = (sequence_id, *[7] * (num_tokens - 1))
-    return NewRequest(sequence_id, prompt, max_tokens, Sampling(temperature=0.0, ignore_eos=True))
+    return NewRequest(sequence_id, prompt, max_tokens, GREEDY)
 
 
-def run(runner: TimedRunner, decode_pace: float | None, ends_with: int) -> dict[str, Any]:
-    """Four streams; after 30 steps a prompt of 3,000 tokens comes. Figures as they were when it had its first token."""
-    settings = CoreSettings(16, 1000, 512, 16, 100, 8192, 49_152)
-    inbox = Inbox()
-    delivered: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
-    figures: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-
-    def deliver(item: Outbound) -> None:
-        if isinstance(item, Outputs) and any(each.sequence_id == ends_with for each in item.outputs):
-            inbox.put(AskStatistics(figures.put))
-            inbox.stop()
-        delivered.put(item)
-
-    inbox.put_all([Admit(request(each, 20, 2000), runner.now) for each in STREAMS])
-    others = runner.before
-
-    def before(step: int) -> None:
-        if step == 30:
-            inbox.put(Admit(request(LONG, 3000, 1), runner.now))
-        others(step)
-
-    runner.before = before
-    core = EngineCore(settings, b"a layout")
+def step(
+    runner: TimedRunner, inbox: Inbox, deliver: Callable[[Outbound], None], decode_pace: float | None, most: int = 512
+) -> None:
+    """Run a step loop with these costs already learnt until the inbox is stopped."""
     rates = StepRates()
     rates.begin_with([(work, runner.cost(work)) for work in WARM_UP])
+    core = EngineCore(CoreSettings(16, 1000, most, 32, 100, 8192, 49_152), b"a layout")
     loop = StepLoop(
         core,
         runner,
@@ -95,9 +80,49 @@ def run(runner: TimedRunner, decode_pace: float | None, ends_with: int) -> dict[
     )
     loop.start()
     assert loop.join(20.0)
-    while not isinstance(delivered.get(timeout=5), Ended):
-        pass
+
+
+def run(runner: TimedRunner, decode_pace: float | None) -> dict[str, Any]:
+    """Four streams; after 30 steps a prompt of 3,000 tokens comes. Figures as they were when it had its first token."""
+    inbox = Inbox()
+    figures: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def deliver(item: Outbound) -> None:
+        if isinstance(item, Outputs) and any(each.sequence_id == LONG for each in item.outputs):
+            inbox.put(AskStatistics(figures.put))
+            inbox.stop()
+
+    def before(number: int) -> None:
+        if number == 30:
+            inbox.put(Admit(request(LONG, 3000, 1), runner.now))
+
+    runner.before = before
+    inbox.put_all([Admit(request(each, 20, 2000), runner.now) for each in STREAMS])
+    step(runner, inbox, deliver, decode_pace)
     return figures.get(timeout=5)
+
+
+def mean_ttft(decode_pace: float | None, most: int) -> float:
+    """Of sixteen requests that come at once, with 20 tokens each behind a prefix that is in the cache."""
+    runner, inbox = TimedRunner(), Inbox()
+    burst = [NewRequest(each, (*PREFIX, *[each] * 20), 8, GREEDY) for each in range(1, 17)]
+    times: list[float] = []
+    began = math.inf
+
+    def deliver(item: Outbound) -> None:
+        nonlocal began
+        for output in item.outputs if isinstance(item, Outputs) else ():
+            if output.sequence_id == LONG_AGO:
+                began = runner.now
+                inbox.put_all([Admit(each, runner.now) for each in burst])
+            elif output.first is not None:
+                times.append(runner.now - began)
+        if len(times) == len(burst):
+            inbox.stop()
+
+    inbox.put(Admit(NewRequest(LONG_AGO, (*PREFIX, 5, 5), 1, GREEDY), runner.now))
+    step(runner, inbox, deliver, decode_pace, most)
+    return sum(times) / len(times)
 
 
 def pauses(runner: TimedRunner) -> list[float]:
@@ -109,7 +134,7 @@ def pauses(runner: TimedRunner) -> list[float]:
 def test_streams_keep_the_pace_that_was_set_beside_a_long_prompt() -> None:
     runner = TimedRunner()
 
-    figures = run(runner, 2.6, LONG)
+    figures = run(runner, 2.6)
 
     found = sorted(pauses(runner))
     assert 2.3 < found[len(found) // 2] < 2.7, found
@@ -122,19 +147,29 @@ def test_streams_keep_the_pace_that_was_set_beside_a_long_prompt() -> None:
 def test_without_a_pace_a_step_may_be_as_large_as_the_settings_allow() -> None:
     runner = TimedRunner()
 
-    run(runner, None, LONG)
+    run(runner, None)
 
     assert max(work.num_prefill + work.num_decodes for work in runner.works) == 512
 
 
 def test_steps_that_failed_or_were_given_up_teach_nothing() -> None:
     untouched, disturbed = TimedRunner(), TimedRunner(failing=(10,), aborting=(17,))
-    calm = run(untouched, 2.6, LONG)
+    calm = run(untouched, 2.6)
 
-    rough = run(disturbed, 2.6, LONG)
+    rough = run(disturbed, 2.6)
 
     # Fifty seconds each: had they counted, everything would be believed to cost many times as much.
     assert rough["steps"]["steps_failed"] == 1
     assert rough["steps"]["steps_aborted"] == 1
     for name in ("step_fixed_s", "step_prefill_s"):
         assert 0.8 < rough["pace"][name] / calm["pace"][name] < 1.25
+
+
+def test_a_burst_on_a_cached_prefix_gets_its_first_tokens_about_as_soon_as_any_fixed_step_would_give_them() -> None:
+    fixed = [mean_ttft(None, most) for most in (32, 64, 128, 256, 512)]
+
+    paced, unpaced = mean_ttft(2.75, 512), mean_ttft(1e6, 512)
+
+    assert unpaced < 1.1 * min(fixed)
+    assert paced < 1.25 * min(fixed), "what those wait for that have their first token already"
+    assert paced < 0.9 * fixed[-1]
