@@ -27,7 +27,7 @@ from engine.model import LoadedModel, ModelShape, load_model
 from engine.model_files import ModelFiles, inspect_model
 from engine.plan import Chunk, Sampled, SampleRequest, StepPlan, StepResult
 from engine.protocol import Sampling
-from engine.sampler import Broken, sample
+from engine.sampler import Broken, Scan, sample, scan
 from engine.weights_digest import file_state, weights_digest
 
 DEFAULT_CPU_POOL_BYTES: Final = 2**30
@@ -70,7 +70,10 @@ class ForwardPass(Protocol):
 class ModelRunner:
     """A loaded model, its pool and its attention."""
 
-    def __init__(self, model: ForwardPass, kv: KvMemory, attention: Attention, info: ModelInfo) -> None:
+    def __init__(
+        self, model: ForwardPass, kv: KvMemory, attention: Attention, info: ModelInfo, scan: Scan = scan
+    ) -> None:
+        self._scan = scan
         self.info = info
         self.kv = kv
         self._model = model
@@ -106,7 +109,7 @@ class ModelRunner:
         if not wanted:
             return (), ()
         sampled, failed = [], []
-        outcomes = sample(logits, [request for _, request in wanted], self.info.eos_token_ids)
+        outcomes = sample(logits, [request for _, request in wanted], self.info.eos_token_ids, self._scan)
         for (sequence_id, _), outcome in zip(wanted, outcomes, strict=True):
             if isinstance(outcome, Broken):
                 failed.append((sequence_id, outcome.reason))
@@ -163,7 +166,7 @@ def load_runner(config: EngineConfig, progress: Progress = lambda what, share: N
         attention=attention.name,
         quantization=config.quantization,
     )
-    runner = ModelRunner(model, kv, attention, info)
+    runner = ModelRunner(model, kv, attention, info, _quickest_scan(device, kernels))
     progress("warming up", 0.0)
     _warm_up(runner)
     progress("ready", 1.0)
@@ -199,6 +202,14 @@ def _rounded(model: LoadedModel, kernel_cache_dir: Path) -> tuple[ForwardPass, s
             f"{', '.join(sorted(FAMILY))} with SiLU and whole heads rotated); {advice}"
         )
     return rounded, ROUNDING
+
+
+def _quickest_scan(device: torch.device, kernel_cache_dir: Path) -> Scan:
+    if device.type != "cpu" or not can_compile(kernel_cache_dir):
+        return scan
+    from engine.row_scan import scan_compiled
+
+    return scan_compiled
 
 
 class _Digest:
