@@ -44,9 +44,8 @@ class Contents:
         self.blocks = Blocks(num_slots)
         self.owners = Owners()
         self.counters = StoreCounters()
-        self.order = EvictionOrder(num_slots)
-        changed = self.owners.changed, self.order.changed
-        self.givers = Givers(self.order, self.owners.held, self.owners.floors, changed)
+        self.order = EvictionOrder(num_slots, self.owners.changed)
+        self.givers = Givers(self.order, self.owners.held, self.owners.floors, self.owners.changed)
         self.events = EventRing(event_buffer)
         self.records = records
         self.free: list[int] = []

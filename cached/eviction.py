@@ -56,8 +56,8 @@ class EvictionOrder:
     O(log n) amortised. `changed` has the owners whose leaves are others than when somebody last cleared it.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.changed: set[int] = set()
+    def __init__(self, capacity: int, changed: set[int] | None = None) -> None:
+        self.changed: set[int] = set() if changed is None else changed
         self._owner = array("i", [_ABSENT]) * capacity
         self._place: list[int | None] = [None] * capacity  # None: not in the order
         self._heaps: dict[int, list[int]] = {}

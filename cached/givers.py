@@ -24,13 +24,11 @@ class Givers:
     their first leaf.
 
     `order`, `held` and `floors` are others' and are only read. Whoever changes what they say of an owner puts it into
-    `changed`, one of two sets of theirs; it is looked at again before the next question. An entry of a heap counts only
-    while it is the very object in `_standings`.
+    `changed`; it is looked at again before the next question. An entry of a heap counts only while it is the very object in
+    `_standings`.
     """
 
-    def __init__(
-        self, order: EvictionOrder, held: Sequence[int], floors: Sequence[int], changed: tuple[set[int], set[int]]
-    ) -> None:
+    def __init__(self, order: EvictionOrder, held: Sequence[int], floors: Sequence[int], changed: set[int]) -> None:
         self._order = order
         self._held = held
         self._floors = floors
@@ -80,35 +78,44 @@ class Givers:
         assert {id(entry) for entry in self._standings.values()} <= entries
 
     def _refresh(self) -> None:
-        for changed in self._changed:
-            for owner in changed:
-                self._look_at(owner)
-            changed.clear()
+        for owner in self._changed:
+            self._look_at(owner)
+        self._changed.clear()
 
     def _look_at(self, owner: int) -> None:
         place = self._order.first_place(owner)
-        level = None if place is None else priority_at(place)
-        former = self._level.get(owner)
-        if level != former:
-            if former is not None:
-                self._num_at_level[former] -= 1
-                del self._level[owner]
-            if level is not None:
-                self._num_at_level[level] += 1
-                self._level[owner] = level
         excess = self._held[owner] - self._floors[owner]
+        former = self._standings.get(owner)
+        level = None if place is None else priority_at(place)
+        if level != self._level.get(owner):
+            self._count(owner, level)
         if place is None or level is None or excess <= 0:
-            self._standings.pop(owner, None)
+            if former is not None:
+                del self._standings[owner]
             return
         standing = (-excess, place, owner)
-        if self._standings.get(owner) == standing:
+        if standing == former:
             return
         self._standings[owner] = standing
-        heap = self._heaps.setdefault(level, [])
-        heapq.heappush(heap, standing)
-        if len(heap) > 2 * len(self._standings) + _SLACK:
-            heap[:] = [each for each in heap if self._standings.get(each[2]) is each]
-            heapq.heapify(heap)
+        heap = self._heaps.get(level)
+        if heap is None:
+            self._heaps[level] = [standing]
+        elif heap[0] is former:
+            heapq.heapreplace(heap, standing)  # Whoever gave last, mostly.
+        else:
+            heapq.heappush(heap, standing)
+            if len(heap) > 2 * len(self._standings) + _SLACK:
+                heap[:] = [each for each in heap if self._standings.get(each[2]) is each]
+                heapq.heapify(heap)
+
+    def _count(self, owner: int, level: int | None) -> None:
+        """The first leaf of an owner has this priority now; None: it has none."""
+        former = self._level.pop(owner, None)
+        if former is not None:
+            self._num_at_level[former] -= 1
+        if level is not None:
+            self._num_at_level[level] += 1
+            self._level[owner] = level
 
     def _first(self, level: int, spared: int | None) -> _Standing | None:
         """Who gives first of those whose first leaf has this priority, but for `spared`."""

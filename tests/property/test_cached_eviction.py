@@ -95,13 +95,12 @@ def test_whoever_is_furthest_above_its_floor_gives_on_the_host(
 ) -> None:
     """kv-semantics 4.3, 5.3 and 5.9, asked again and again while blocks come and go."""
     order, model, held = EvictionOrder(BLOCKS), {}, [0] * OWNERS
-    recounted: set[int] = set()
-    givers = Givers(order, held, floors, (recounted, order.changed))
+    givers = Givers(order, held, floors, order.changed)
     for steps, newcomer, priority in rounds:
         apply(steps, order, model)
         held[:] = [sum(row[0] == owner for row in model.values()) for owner in range(OWNERS)]
         held[newcomer] += 1  # It counts already.
-        recounted.update(range(OWNERS))
+        order.changed.update(range(OWNERS))
         may_go = {
             block: row
             for block, row in model.items()
@@ -124,7 +123,7 @@ def test_whoever_is_furthest_above_its_floor_gives_on_the_host(
 
 
 def make_givers(order: EvictionOrder, held: list[int]) -> Givers:
-    return Givers(order, held, [0] * len(held), (set(range(len(held))), order.changed))
+    return Givers(order, held, [0] * len(held), order.changed | set(range(len(held))))
 
 
 def test_a_full_tier_does_not_give_up_a_90_for_a_35() -> None:
