@@ -57,19 +57,23 @@ def read_offers(message: Reserve) -> Iterator[OfferRow]:
     )
     deadlines = _read_retention(count, message.priorities, message.deadlines, message.on_expiry)
     namespaces = read_u32s(message.namespaces)
-    keys, parents = cut(message.hashes, HASH_BYTES), cut(message.parents, HASH_BYTES)
+    keys = cut(message.hashes, HASH_BYTES)
+    parents = _read_parents(message.parents, keys)
     if NO_PARENT in keys or any(map(operator.eq, keys, parents)):
         raise PeerError("a block is offered under no name or as its own parent")
+    owner = message.owners[:OWNER_BYTES]
+    owners = [owner] * count if message.owners == owner * count else cut(message.owners, OWNER_BYTES)
     return zip(
-        keys,
-        [None if parent == NO_PARENT else parent for parent in parents],
-        namespaces,
-        message.priorities,
-        deadlines,
-        map(bool, message.on_expiry),
-        cut(message.owners, OWNER_BYTES),
-        strict=True,
+        keys, parents, namespaces, message.priorities, deadlines, map(bool, message.on_expiry), owners, strict=True
     )
+
+
+def _read_parents(column: bytes, keys: list[bytes]) -> list[bytes | None]:
+    """The parents of a chain, mostly the very objects before them, whose hashes as keys of a dict are known then."""
+    parents: list[bytes | None] = [column[:HASH_BYTES], *keys[:-1]] if keys else []
+    if column[HASH_BYTES:] != b"".join(keys[:-1]):
+        parents = list(cut(column, HASH_BYTES))
+    return [None if parent == NO_PARENT else parent for parent in parents]
 
 
 def read_share_table(message: SetOwners) -> ShareTable:
