@@ -174,7 +174,6 @@ def fuzz(tier: Tier, num_frames: int, seed: int) -> tuple[Attackers, int]:
     bystander.check(now)
     tier.parts[0].require_store().check_invariants()
     assert tier.quarantined() == {}
-    assert set(attackers.sent) == set(MESSAGES.values())
     return attackers, int(grown)
 
 
@@ -194,6 +193,8 @@ def test_a_million_frames_of_any_kind_end_their_sessions_and_nothing_else(tier: 
     attackers, grown = fuzz(tier, 1_000_000, seed)
 
     answered = {kind for legal in LEGAL.values() for kind in legal} - {protocol.Settled, protocol.Bye}
+    # Not so in a short run: each kind that is never legal is sent six times in 4,000 frames, and now and then not once.
+    assert set(attackers.sent) == set(MESSAGES.values())
     print({kind.__name__: (attackers.sent[kind], attackers.done[kind]) for kind in sorted(answered, key=str)}, grown)
     assert all(attackers.done[kind] > 500 for kind in answered)
     assert grown < 2**20
