@@ -112,17 +112,19 @@ class GuardedMapping:
         assert is_inside.all(), f"a copy outside the {self._length} bytes of the mapping"
         return places + self._address, np.array([_address_of(buffer) for buffer in buffers], np.int64), sizes
 
-    def populate_next(self) -> bool:
-        """Make the next piece's pages present in this process, so that no copy pays for it; False: that was all, or it
-        cannot be done. May run in a thread of its own."""
-        size = min(PIECE_BYTES, self._length - self._populated)
+    def populate_next(self, allocated: int) -> bool:
+        """Make the next piece's pages present in this process, so that no copy pays for it, of the file's first `allocated`
+        bytes: a page that is not there yet would be made, and paid for, here. False: that was all for now, for good if
+        `is_populated` says so. May run in a thread of its own."""
+        size = min(PIECE_BYTES, min(self._length, allocated) - self._populated)
         is_made = size > 0
         if is_made:
             address = self._address + self._populated
             self._populated += size
             libc = ctypes.CDLL(None, use_errno=True)
             is_made = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
-        self.is_populated = not is_made
+            self.is_populated = not is_made
+        self.is_populated |= self._populated >= self._length
         return is_made
 
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cached.errors import WireError
 from cached.places import SlotPlaces
 from cached.protocol import Welcome
+
+POPULATE_PAUSE_S = 0.02
+"""Between looks for memory that the daemon has not allocated yet, of which it makes a piece in 30 ms."""
 
 if TYPE_CHECKING:
     from cached.guarded_mapping import GuardedMapping
@@ -111,14 +116,22 @@ class MappedPayload:
 
             with contextlib.suppress(OSError, ValueError):
                 self._mapping = GuardedMapping(self._fd, self._identity[2])
-                threading.Thread(target=_populate, args=(self._mapping,), name="tier-populate", daemon=True).start()
+                work = weakref.ref(self._mapping), os.dup(self._fd)
+                threading.Thread(target=_populate, args=work, name="tier-populate", daemon=True).start()
         return self._mapping
 
 
-def _populate(mapping: GuardedMapping) -> None:
-    """Decision 5: engines populate their own mapping in the background."""
-    while mapping.populate_next():
-        pass
+def _populate(mapping_of: Callable[[], GuardedMapping | None], fd: int) -> None:
+    """Decision 5: engines populate their own mapping in the background, behind the daemon that allocates the payload. A page
+    that an engine made first would count as its own control group's memory. Ends with the mapping."""
+    try:
+        while (mapping := mapping_of()) is not None and not mapping.is_populated:
+            is_made = mapping.populate_next(os.fstat(fd).st_blocks * 512)
+            del mapping
+            if not is_made:
+                time.sleep(POPULATE_PAUSE_S)
+    finally:
+        os.close(fd)
 
 
 def prepare_copies() -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from cached.arena import Arena
 from cached.errors import ArenaError
+from cached.mapped_payload import POPULATE_PAUSE_S, MappedPayload
+from cached.protocol import PROTOCOL_VERSION, Welcome
 from tests.support.cached_daemon import Daemon, chain, daemon_directory, load, store, wait_until
 
 MIB = 2**20
@@ -145,6 +148,27 @@ def test_an_engine_populates_its_own_mapping_in_the_background() -> None:
         wait_until(lambda: resident_bytes(inode) == 8 * MIB)
         del view
         daemon.close()
+
+
+def test_an_engine_makes_no_page_that_the_daemon_has_not_allocated() -> None:
+    """It would count as memory of the engine's control group, and be made where there may be no room for it."""
+    fd = os.memfd_create("payload")
+    os.truncate(fd, 4 * MIB)
+    os.posix_fallocate(fd, 0, MIB)
+    inode = os.fstat(fd).st_ino
+    payload = MappedPayload()
+    payload.adopt(Welcome(1, PROTOCOL_VERSION, 1, 4096, 1024, 4 * MIB, 2**30, 10.0, 30.0), [os.dup(fd)])
+
+    view = payload.view()
+    wait_until(lambda: resident_bytes(inode) == MIB)
+    time.sleep(3 * POPULATE_PAUSE_S)
+    assert os.fstat(fd).st_blocks * 512 == MIB
+    os.posix_fallocate(fd, MIB, 3 * MIB)
+
+    wait_until(lambda: resident_bytes(inode) == 4 * MIB)
+    del view
+    payload.forget()
+    os.close(fd)
 
 
 def resident_bytes(inode: int) -> int:

@@ -81,7 +81,10 @@ def test_a_mapping_is_populated_once_all_pieces_are(fd: int) -> None:
     mapping = GuardedMapping(fd, SLOT * NUM_SLOTS)
     assert not mapping.is_populated
 
-    while mapping.populate_next():
+    while mapping.populate_next(allocated=SLOT):
+        pass
+    assert not mapping.is_populated
+    while mapping.populate_next(allocated=SLOT * NUM_SLOTS):
         pass
 
     assert mapping.is_populated
