@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 STEP_THREAD_END_S: Final = 5.0
 TIER_DRAIN_S: Final = 2.0
 WARM_UP_FAR: Final = 1536
-WARM_UP_FAR_TOKENS: Final = (16, 64)
+WARM_UP_DECODES: Final = 5
 STOPPING: Final = "The engine is stopping; the request may be retried."
 
 log = structlog.get_logger("engine.main")
@@ -117,16 +117,16 @@ def warm_up(runner: ModelRunner, max_num_tokens: int) -> tuple[Rate, StepRates]:
     room = min(info.num_blocks * info.tokens_per_block, info.max_context_tokens)
     num_tokens = max(1, min(max_num_tokens, room) - 1)
     far = min(WARM_UP_FAR, room - num_tokens)
-    lengths = [(0, num_tokens), (num_tokens, 1), (num_tokens, 1)]  # Twice, as the first of a kind wakes libraries up.
+    kinds = [(0, num_tokens, 1), (num_tokens, 1, WARM_UP_DECODES)]
     if far >= num_tokens:
-        # What attention costs, and what reading for it does, on blocks that nobody has written.
-        lengths += [(far, min(count, num_tokens)) for count in WARM_UP_FAR_TOKENS]
+        # What attention costs, and what reading for it does. Nobody has touched these blocks: the first time pays for that.
+        kinds += [(far, min(16, num_tokens), 2), (far, min(64, num_tokens), 1)]
     measured = []
-    for start, length in lengths:
+    for start, length, times in kinds:
         plan = _warm_up_plan(start, length, info.tokens_per_block)
-        measured.append((work_of(plan), _seconds(runner, plan)))
+        measured.append((work_of(plan), min(_seconds(runner, plan) for _ in range(times))))
     rate.observe(num_tokens, measured[0][1])
-    step_rates.begin_with([measured[0], *measured[2:]])
+    step_rates.begin_with(measured)
     return rate, step_rates
 
 

@@ -24,7 +24,7 @@ _PRIOR: Final = (24.0, 1.3, 1 / 1200, 1.0, 1 / 2400, 1 / 100)
 """What to begin with, in units of a prefilled token: a small model on a CPU. Measurements put it right."""
 _GAIN: Final = 0.2
 """How much of a step's surprise is believed."""
-_COMMON: Final = 0.6
+_COMMON: Final = 0.5
 """How much of it is taken for news of the machine, which makes everything slower or quicker, rather than of one cost."""
 _ENOUGH: Final = 4
 """Steps of a kind after which one that took very long, or hardly any time, is an accident rather than news."""
