@@ -92,8 +92,8 @@ def choose_part(parts: Sequence[PartState], layout: Layout, label: str) -> int |
     """The number of the part a layout gets: the one that bears its name; else the common one that holds it already, then
     an empty one, then the one whose engines have been away longest and longer than blocks wait for them."""
     mine = [number for number, part in enumerate(parts) if is_named(part.name, layout, label)]
-    # A label says more than the beginning of a fingerprint.
-    mine = sorted(mine, key=lambda number: parts[number].name != label)[:1]
+    # A fingerprint is of one layout, a label may be of several: a model's with other weights or another block size.
+    mine = sorted(mine, key=lambda number: parts[number].name == label)[:1]
     candidates = mine or [number for number, part in enumerate(parts) if not part.name]
     shown = f"{fingerprint(layout.fingerprint)} ({label})" if label else fingerprint(layout.fingerprint)
     if not candidates:

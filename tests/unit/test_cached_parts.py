@@ -76,8 +76,14 @@ def test_a_layout_gets_the_part_that_bears_its_label_or_its_fingerprint() -> Non
 
     assert choose_part(parts, OLD, "demo") == 0
     assert choose_part(parts, NEW, "whatever") == 1
-    assert choose_part(parts, NEW, "demo") == 0
     assert choose_part(parts, THIRD, "third") == 2
+
+
+def test_two_layouts_of_one_model_are_told_apart_by_a_fingerprint() -> None:
+    parts = [part("demo"), part(fingerprint(b"new"))]
+
+    assert choose_part(parts, OLD, "demo") == 0
+    assert choose_part(parts, NEW, "demo") == 1
 
 
 def test_a_beginning_of_less_than_four_digits_names_nobody() -> None:
