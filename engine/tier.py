@@ -30,7 +30,7 @@ from engine.transfer import Arrived, BlockTransfer, Mismatched, Unreadable
 
 POLL_S: Final = 0.25
 """How often an idle worker looks whether the daemon came or went."""
-STORE_GROUP_BLOCKS: Final = 32
+STORE_GROUP_BLOCKS: Final = 64
 """Blocks reserved at once, so that a long chain does not hold reservations while it waits for its copies."""
 MAX_TOUCHES_WAITING: Final = 16384
 """Touches are advice; while more than this many wait, new ones are dropped."""

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from cached.client import Lease, RegistrableMemory
 from cached.protocol import LeasedBlock, Reserved
 
-COPY_BYTES: Final = 2 * 2**20
+COPY_BYTES: Final = 4 * 2**20
 """Copied in one call: a fraction of a millisecond, after which whoever waits for an answer gets it."""
 
 

@@ -115,19 +115,19 @@ def test_a_long_chain_is_reserved_in_groups_and_stored_whole() -> None:
     bench.worker.stop(1.0)
 
     assert answer == Offered(1, (True,) * 100)
-    assert bench.tier.calls.count("reserve") == 4
+    assert bench.tier.calls.count("reserve") == 2
 
 
 def test_a_full_tier_takes_a_prefix_and_the_rest_is_not_asked_for() -> None:
-    bench = Bench(num_slots=40)
+    bench = Bench(num_slots=80)
     bench.worker.start()
-    blocks = tuple(offered(number, number % 16) for number in range(1, 101))
+    blocks = tuple(offered(number, number % 16) for number in range(1, 201))
 
     answer = bench.ask(Offer(1, blocks))
     bench.worker.stop(1.0)
 
     assert isinstance(answer, Offered)
-    assert sum(answer.in_tier) == 40
+    assert sum(answer.in_tier) == 80
     assert bench.tier.calls.count("reserve") == 2
 
 
