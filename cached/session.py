@@ -122,27 +122,6 @@ class Session:
         self._shown = shown
         self.holder = Holder(peer.pid, peer.started, b"")
         self._reader = FrameReader(MAX_FRAME_BYTES)
-        self._verbs: dict[type, Callable[[Any, float], Any]] = {
-            Hello: self._hello,
-            Lookup: self._lookup,
-            Lease: self._lease,
-            Release: self._release,
-            Reserve: self._reserve,
-            Commit: self._commit,
-            Abort: self._abort,
-            Touch: self._touch,
-            Suspect: self._suspect,
-            Drop: self._drop,
-            StatsRequest: self._stats,
-            SetOwners: self._set_owners,
-            OwnersRequest: self._owners,
-            ListRequest: self._list,
-            EventsRequest: self._events,
-            ConfigRequest: self._config,
-            Verify: self._verify,
-            Settled: self._settled,
-            Bye: self._bye,
-        }
 
     def receive(self, data: bytes, now: float) -> list[Outgoing]:
         """Act on what `data` completes; raises PeerError when the peer broke the protocol."""
@@ -151,7 +130,7 @@ class Session:
             message = TABLE.decode(frame)
             if type(message) not in LEGAL[self.state]:
                 raise PeerError(f"{type(message).__name__} is not legal in state {self.state.value}")
-            reply = self._verbs[type(message)](message, now)
+            reply = _VERBS[type(message)](self, message, now)
             if reply is not None:
                 with_payload = type(reply) is Welcome and reply.payload_bytes > 0
                 outgoing.append(Outgoing(TABLE.encode(reply), with_payload))
@@ -285,6 +264,30 @@ class Session:
     @property
     def _store(self) -> BlockStore:
         return self._mine.require_store()
+
+
+_VERBS: dict[type, Callable[[Session, Any, float], Any]] = {
+    Hello: Session._hello,
+    Lookup: Session._lookup,
+    Lease: Session._lease,
+    Release: Session._release,
+    Reserve: Session._reserve,
+    Commit: Session._commit,
+    Abort: Session._abort,
+    Touch: Session._touch,
+    Suspect: Session._suspect,
+    Drop: Session._drop,
+    StatsRequest: Session._stats,
+    SetOwners: Session._set_owners,
+    OwnersRequest: Session._owners,
+    ListRequest: Session._list,
+    EventsRequest: Session._events,
+    ConfigRequest: Session._config,
+    Verify: Session._verify,
+    Settled: Session._settled,
+    Bye: Session._bye,
+}
+"""By message, and not bound to the session: a session that held its own methods would wait for the collector of cycles."""
 
 
 def _u64_column(column: bytes) -> list[int]:

@@ -67,7 +67,7 @@ class Stranger:
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
     with daemon_directory() as directory:
-        running = Daemon(directory, host_cache_size=256 * 8192, log_level="error")
+        running = Daemon(directory, host_cache_size=256 * 8192, log_level="error", event_buffer_max_size=256)
         running.start()
         yield running
         running.close()
