@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cached.counters import band_of
 from cached.keys import NO_OWNER
 from cached.protocol import ListedBlock, OwnerLine, OwnersReply
 
@@ -276,8 +277,8 @@ def top(
         f"{look['looked_up_per_s']:g} looked up/s",
     )
     bands = Table("priority", "blocks", "share", box=None, header_style="bold")
-    for priority, count in sorted(look["used_by_priority"].items(), key=lambda pair: -int(pair[0])):
-        bands.add_row(priority, str(count), f"{100 * count / max(1, look['used']):.1f} %")
+    for band, count in _bands(look["used_by_priority"]):
+        bands.add_row(band, str(count), f"{100 * count / max(1, look['used']):.1f} %")
     shares = Table("layout", "owner", "held", "floor", "ceiling", "evicted", "refused", box=None, header_style="bold")
     for layout, line in _largest(found)[:20]:
         refused = sum(count.value for count in line.refused)
@@ -298,6 +299,15 @@ def top(
         )
     device = [] if engine is None else [_device_line(engine)]
     return Group(*device, head, "", parts, "", bands, "", shares)
+
+
+def _bands(used_by_priority: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Blocks by band, the highest first; there may be a hundred priorities, and a screen has fewer lines."""
+    counts: dict[str, int] = {}
+    for priority in sorted(map(int, used_by_priority), reverse=True):
+        band = band_of(priority)
+        counts[band] = counts.get(band, 0) + used_by_priority[str(priority)]
+    return list(counts.items())
 
 
 def _largest(found: Sequence[OwnersOf]) -> list[tuple[str, OwnerLine]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,6 +210,7 @@ def test_top_looks_as_often_as_asked(shown: Path) -> None:
 
     assert "3 of 128 blocks used" in live.output
     assert "acme" in live.output
+    assert re.search(r"80-89 +2 +66.7 %\s+30-39 +1 +33.3 %", live.output)
     assert [look["used"] for look in found] == [3, 3]
     assert "7 of 8 blocks used, 3 by requests" in live.output
     assert "25.0 % device, 25.0 % host, 50.0 % computed" in " ".join(live.output.split())
