@@ -410,6 +410,32 @@ def test_a_key_is_storable_again_at_once_after_its_writer_was_killed(daemon: Dae
     wait_until(lambda: daemon.stats()["quarantined"] == 0)
 
 
+def test_a_key_is_storable_again_at_once_after_two_writers_of_it_were_killed_one_after_the_other(
+    daemon: Daemon,
+) -> None:
+    """Elsewhere a key whose first writer had died stayed taken for ever."""
+    client = daemon.client()
+    names = chain("killed twice", 3)
+    for _ in range(2):
+        writer = peer(
+            daemon,
+            """
+            print(client.reserve(offers(chain("killed twice", 3))), flush=True)
+            time.sleep(60)
+            """,
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline().count("Reserved") == 3
+        assert client.reserve(offers(names)) == [Pending()] * 3
+        writer.kill()
+        writer.wait()
+        wait_until(lambda: daemon.stats()["sessions"] == 1)
+
+    assert store(client, names) == ["stored"] * 3
+    assert load(client, names) == contents(names)
+    wait_until(lambda: daemon.stats()["quarantined"] == 0)
+
+
 def test_slots_of_a_process_that_lives_on_without_its_session_stay_in_quarantine(daemon: Daemon) -> None:
     writer = peer(
         daemon,

@@ -53,6 +53,7 @@ class Torture:
         self.journalists: list[subprocess.Popen[bytes]] = []
         self.most_blocks, self.has_pressure = most_blocks, has_pressure
         self.num_started = self.num_kills = self.num_killed_starting = self.num_engines_killed = 0
+        self.num_evicted = self.num_torn = 0
 
     def start_journalist(self, most_high: int) -> None:
         self.num_started += 1
@@ -72,9 +73,16 @@ class Torture:
             else:
                 self.daemon.start()
                 time.sleep(self.dice.uniform(0.0, 0.3))
-                assert self.daemon.stats()["corrupt"] == 0, "a committed block went bad"
+                self.look()
             self.daemon.kill()
             self.num_kills += 1
+
+    def look(self) -> None:
+        """What this life of the daemon says of itself, shortly before its end."""
+        found = self.daemon.stats()
+        assert found["corrupt"] == 0, "a committed block went bad"
+        self.num_evicted += sum(found["evicted_by_priority"].values())  # type: ignore[attr-defined]
+        self.num_torn += found["lost_at_restart"]  # type: ignore[operator]
 
     def kill_engine(self) -> None:
         self.num_engines_killed += 1
@@ -133,7 +141,8 @@ def judge(scene: Torture, num_slots: int) -> None:
     print(
         f"{scene.num_kills} kills of the daemon, {scene.num_killed_starting} of them while it started, and "
         f"{scene.num_engines_killed} of engines; {len(journal.all_tried)} blocks tried, {len(acknowledged)} acknowledged, "
-        f"{journal.num_loaded} loaded, {len(served)} of {num_slots} served in the end, {len(journal.never)} given up"
+        f"{journal.num_loaded} loaded, {len(served)} of {num_slots} served in the end, {len(journal.never)} given up, "
+        f"{scene.num_evicted} evictions and {scene.num_torn} records lost at restarts seen"
     )
     assert journal.wrong == []
     assert statistics["corrupt"] == 0, "a committed block went bad"
@@ -150,6 +159,7 @@ def judge(scene: Torture, num_slots: int) -> None:
         assert must
     else:
         assert all(block.owner == owner_id(journal.label_of[name]) for name, block in stored.items())
+        assert scene.num_evicted == 0, "blocks were evicted from a tier with room for all"
         assert len(journal.all_tried) + held_back() < num_slots, "there was no room for everything"
         must = acknowledged
     assert must <= served, f"{len(must - served)} acknowledged blocks are gone without an eviction"
