@@ -68,7 +68,7 @@ class CopyStreams:
         """Return when the kernels are done."""
         self._device.synchronize(end)
         with self._lock:
-            self._fences.seen_steps()
+            self._fences.seen_step(end)
 
     def store(self, blocks: Sequence[int], copies: Sequence[HostRun]) -> Any:
         """Copy device blocks out, which `copies` may name more than once; the event of the end."""

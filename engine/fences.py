@@ -81,9 +81,11 @@ class Fences(Generic[Event]):
         assert self._steps[-1].end is None, "a step ended twice"
         self._steps[-1].end = end
 
-    def seen_steps(self) -> None:
-        """The device was seen to be done with every step so far."""
-        self._steps = [step for step in self._steps if step.end is None]
+    def seen_step(self, end: Event) -> None:
+        """The step that ends with `end` was seen to be over, and so were those before it."""
+        places = [place for place, step in enumerate(self._steps) if step.end is end]
+        if places:
+            del self._steps[: places[0] + 1]
 
     def store_waits(self, blocks: Sequence[int]) -> list[Event]:
         """What the stream of stores has to wait for before it reads these blocks."""

@@ -219,6 +219,7 @@ def test_any_sequence_gives_what_it_would_give_one_after_another(seed: int, lags
     model = np.zeros(NUM_BLOCKS, np.int64)
     stored: dict[int, tuple[Event, int]] = {}
     loads: list[Event] = []
+    steps: list[Event] = []
     seen: list[int] = []
     expected: list[int] = []
     for value in range(1, 31):
@@ -239,8 +240,10 @@ def test_any_sequence_gives_what_it_would_give_one_after_another(seed: int, lags
             block, (store, content) = stored.popitem()
             rig.streams.finish(store)
             assert (rig.host[block] == content).all()
-        if deed in ("write", "read") and dice.random() < 0.3:
-            rig.streams.finish_step(end)
+        if deed in ("write", "read"):
+            steps.append(end)
+        if steps and dice.random() < 0.2:
+            rig.streams.finish_step(steps.pop(dice.randrange(len(steps))))
     for block, (store, content) in stored.items():
         rig.streams.finish(store)
         assert (rig.host[block] == content).all()
