@@ -188,7 +188,7 @@ def load(client: TierClient, names: list[BlockHash]) -> list[bytes]:
     return copies if held else []
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = 40.0) -> None:
     """Poll until true; the limit only bounds a failing test."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -18,7 +18,7 @@ from engine.tier import TierWorker
 from engine.values import CoreSettings, NewRequest
 from tests.support.fake_runner import FakeRunner
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass(slots=True)
