@@ -28,7 +28,7 @@ def footprint(folder: Path) -> tuple[list[str], int]:
     return [str(path.relative_to(folder)) for path in found], sum(path.lstat().st_blocks * 512 for path in found)
 
 
-def cycles(count: int) -> None:
+def daemon_ends(count: int) -> None:
     """Starts that end by every signal in turn; after the first end each leaves as much as the one before."""
     with daemon_directory() as directory:
         daemon = Daemon(directory, host_cache_size=MIB, layouts=("demo=0.5",))
@@ -62,14 +62,10 @@ def shared_files(pid: int) -> set[str]:
     return {path for path in found if path.startswith(("/dev/shm", "/memfd", "/SYSV"))}
 
 
-def test_however_a_daemon_ends_the_next_one_finds_as_much_as_the_last() -> None:
-    cycles(3)
-
-
 @pytest.mark.long
 def test_twenty_ends_leave_nothing_more_than_one() -> None:
     """LMCache left a pool behind at every SIGTERM on one of its entry points (field reports, A1)."""
-    cycles(20)
+    daemon_ends(20)
 
 
 @contextmanager

@@ -36,6 +36,12 @@ def make_config(**changes: object) -> CachedConfig:
         {"lease_ttl_s": 0},
         {"lease_ttl_s": 20, "reservation_ttl_s": 10},
         {"max_sessions": 0},
+        {"layouts": ("demo",)},
+        {"layouts": ("demo=0.7", "other=0.7")},
+        {"layouts": ("demo=0.1",), "host_cache_size": 8192},
+        {"common_layouts": 0},
+        {"registration_bytes": 5000},
+        {"registration_bytes": "128GiB"},
         {"unknown": 1},
     ],
 )
@@ -51,6 +57,18 @@ def test_metrics_are_served_on_loopback(listen: str) -> None:
 
 def test_sizes_are_written_as_people_write_them() -> None:
     assert make_config(host_cache_size="1.5GiB").host_cache_size == 1.5 * 2**30
+
+
+def test_the_arena_is_divided_as_the_settings_say() -> None:
+    config = make_config(layouts=("demo=0.5", "org/other=0.25"), common_layouts=2, registration_bytes="2GiB")
+
+    assert [(part.name, part.num_bytes) for part in config.parts] == [
+        ("demo", 2**29),
+        ("org/other", 2**28),
+        ("", 2**27),
+        ("", 2**27),
+    ]
+    assert config.registration_bytes == 2**31
 
 
 def test_bands_are_tens_and_a_hundred_alone() -> None:
