@@ -181,7 +181,7 @@ class PayloadPins:
             self.close()
         chunks = pin_chunks(found.num_slots, found.slot_bytes, found.registration_bytes, self._chunk_bytes)
         self._pinned = PinnedMemory(self._cudart, found.memory, chunks)
-        self._thread = threading.Thread(target=self._pinned.register, name="tier-pin", daemon=True)
+        self._thread = threading.Thread(target=_register, args=(self._pinned,), name="tier-pin", daemon=True)
         self._thread.start()
 
     def usable(self, payload: PinnablePayload, offsets: Sequence[int], num_bytes: int) -> list[bool]:
@@ -222,3 +222,10 @@ class PayloadPins:
             "unpinned_bytes": pinned.unpinned_bytes,
             "pin_failures": pinned.num_failed,
         }
+
+
+def _register(pinned: PinnedMemory) -> None:
+    try:
+        pinned.register()
+    except Exception:
+        log.exception("the host tier could not be pinned: its blocks are copied through a buffer, which is slower")

@@ -150,6 +150,17 @@ def test_a_defect_halfway_takes_back_what_was_registered(payload: Payload) -> No
     assert memory.pinned_bytes == 0
 
 
+def test_after_a_defect_nothing_is_pinned_and_everything_goes_on(payload: Payload) -> None:
+    cudart = FakeCudart(raises_at=2)
+
+    pins = pinned(cudart, payload)
+
+    assert usable_slots(pins, payload) == set()
+    assert pins.statistics()["unpinned_bytes"] == SLOT * NUM_SLOTS
+    pins.close()
+    assert cudart.errors == []
+
+
 def test_what_somebody_else_has_registered_is_not_taken_for_ours(payload: Payload) -> None:
     cudart = FakeCudart()
     cudart.registered[payload.address + 4 * SLOT] = SLOT
