@@ -2,7 +2,7 @@
 
 The transformers module stays the reference and what serves every other device, data type and architecture; whether
 this path can take a model's place is decided here, once, at start. Each weight is held once, in the order in which
-its linear layer reads it (oneDNN's in float32, FBGEMM's in int8); embeddings stay mapped from their file, norms are
+its linear layer reads it (in panels, or as oneDNN has it; FBGEMM's in int8); embeddings stay mapped from their file, norms are
 float32. Attention is the same as the reference's.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
+from engine import panel_linear
 from engine.attention.interface import StepContext
 from engine.batch import PackedBatch
 from engine.layer_kernels import add_normalise, gate, normalise, normalise_heads
@@ -41,9 +43,9 @@ class _Layer:
     mlp_down: Linear
 
 
-def fuse(model: LoadedModel, linear: LinearFactory = PackedLinear) -> FusedModel | None:
+def fuse(model: LoadedModel, linear: LinearFactory | None = None) -> FusedModel | None:
     """The same model with fused layers, or None where it is not of the kind that they compute. `linear` makes its
-    linear layers.
+    linear layers; None takes the quickest in float32.
 
     The given model's weights move over: it must not be used afterwards.
     """
@@ -54,11 +56,17 @@ def fuse(model: LoadedModel, linear: LinearFactory = PackedLinear) -> FusedModel
         model.shape.architecture in FAMILY
         and model.dtype is torch.float32
         and next(module.parameters()).device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
+        and (linear is not None or panel_linear.is_available() or torch.backends.mkldnn.is_available())
         and config.hidden_act == "silu"
         and 2 * rotary.inv_freq.shape[0] == model.shape.head_dim
     )
-    return FusedModel(model, linear) if fits else None
+    return FusedModel(model, linear or _quickest_linear()) if fits else None
+
+
+def _quickest_linear() -> LinearFactory:
+    if panel_linear.is_available():
+        return partial(panel_linear.PanelLinear, panel_linear.WeightMemory())
+    return PackedLinear
 
 
 class FusedModel:

@@ -1,6 +1,7 @@
 """A linear layer whose weight is held once, in the order in which oneDNN reads it.
 
 torch's own `linear` brings a weight into that order at every call, which for few rows costs as much as the product.
+Used where `engine/panel_linear.py` cannot be; what every linear layer offers is said here.
 """
 
 from __future__ import annotations

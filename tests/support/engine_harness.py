@@ -127,9 +127,9 @@ class EngineHarness:
         seen: list[tuple[int, torch.Tensor]] = []
         sample = engine.runner.sample
 
-        def watched(logits, requests, eos_token_ids):  # type: ignore[no-untyped-def]
+        def watched(logits, requests, *others):  # type: ignore[no-untyped-def]
             seen.extend((request.seed, row.clone()) for request, row in zip(requests, logits, strict=True))
-            return sample(logits, requests, eos_token_ids)
+            return sample(logits, requests, *others)
 
         engine.runner.sample = watched
         try:
