@@ -5,8 +5,8 @@ blocks' bytes; its descriptor is what engines of this layout get, and the daemon
 could truncate a file that is mapped. Which block is in which slot is the store's to decide, whose part it is the arena's.
 
 Write order, so that SIGKILL between any two writes leaves the old record, the new one, or a free slot:
-a record is cleared by one byte; it is written in one piece with its checksum, and a torn one is no record; a header
-says "not formatted" before records of an old layout go and names the new layout only after they are gone.
+a record is cleared by one byte; it is written in one piece with its checksum, and a torn one is no record; one that is
+written over a record of the same block, which must not be lost, stands in the header's page meanwhile; a header says "not formatted" before records of an old layout go and names the new layout only after they are gone.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ from cached.protocol import Layout
 from cached.records import (
     HEADER_BYTES,
     RECORD_BYTES,
+    REWRITE_AT,
+    REWRITE_BYTES,
     Header,
     Holder,
     StoredRecord,
     StoredRow,
     is_free,
+    is_stored,
     pack_header,
+    pack_rewrite,
     pack_stored,
     reserved_body,
     unpack,
     unpack_header,
+    unpack_rewrite,
     with_sum,
 )
 
@@ -48,6 +53,7 @@ PIECE_BYTES = 64 * 2**20
 FILE_KINDS = ("table", "payload", "owners", "owners.new")
 
 _FREE_BYTE = b"\x00"
+NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class ArenaPart:
         self._directory = directory
         self._suffix = suffix
         self._table: mmap.mmap | None = None
+        self._rewritten = NO_SLOT
         self._buffer = bytearray()
         self._locked_map: mmap.mmap | None = None
         self._table_fd = open_private(self._path("table"))
@@ -125,31 +132,42 @@ class ArenaPart:
     # --- Records --------------------------------------------------------------------------------------------
 
     def write_stored(self, slots: Sequence[int], rows: Iterable[StoredRow]) -> None:
-        """Make `rows` the slots' records, one after the other."""
+        """Make `rows` the slots' records, one after the other. A stored block's record is only ever written over by one of
+        the same block."""
         table = self._table
         assert table is not None
         for slot, row in zip(slots, rows, strict=True):
             at = HEADER_BYTES + slot * RECORD_BYTES
-            table[at : at + RECORD_BYTES] = pack_stored(slot, row)
+            data = pack_stored(slot, row)
+            if is_stored(table[at]):
+                table[REWRITE_AT : REWRITE_AT + REWRITE_BYTES] = pack_rewrite(slot, data)
+                self._rewritten = slot
+            table[at : at + RECORD_BYTES] = data
 
     def write_reserved(self, slots: Sequence[int], holder: Holder) -> None:
         """Note that `holder` may be writing into the slots, one after the other."""
         table, body = self._table, reserved_body(holder)
         assert table is not None
         for slot in slots:
+            if slot == self._rewritten:
+                self._forget_rewrite()
             at = HEADER_BYTES + slot * RECORD_BYTES
             table[at : at + RECORD_BYTES] = with_sum(slot, body)
 
     def clear(self, slot: int) -> None:
         """Free the slot for good: one byte, which cannot be torn."""
         assert self._table is not None
+        if slot == self._rewritten:
+            self._forget_rewrite()
         at = HEADER_BYTES + slot * RECORD_BYTES
         self._table[at : at + 1] = _FREE_BYTE
 
     def scan(self) -> Iterator[tuple[int, StoredRecord | Holder | None]]:
-        """Every slot that is not free, and its record; None: torn or flipped. A holder from another namespace of processes
+        """Every slot that is not free, and its record; None: torn or flipped. A record that was torn when it was written over
+        one of the same block is whole again. A holder from another namespace of processes
         has no pid here, since the same number is another process there."""
         assert self._table is not None
+        self._finish_rewrite()
         for slot in range(self.num_slots):
             at = HEADER_BYTES + slot * RECORD_BYTES
             data = self._table[at : at + RECORD_BYTES]
@@ -159,6 +177,24 @@ class ArenaPart:
             if isinstance(record, Holder) and not self._is_of_this_space:
                 record = Holder(0, 0, record.client_id)
             yield slot, record
+
+    def _finish_rewrite(self) -> None:
+        assert self._table is not None
+        found = unpack_rewrite(self._table[REWRITE_AT : REWRITE_AT + REWRITE_BYTES])
+        if found is None or found[0] >= self.num_slots:
+            return
+        slot, record = found
+        at = HEADER_BYTES + slot * RECORD_BYTES
+        there = self._table[at : at + RECORD_BYTES]
+        if is_stored(there[0]) and unpack(slot, there) is None:
+            self._table[at : at + RECORD_BYTES] = record
+        self._forget_rewrite()
+
+    def _forget_rewrite(self) -> None:
+        """What it speaks of leaves its slot: it must not come back in place of what comes there next."""
+        assert self._table is not None
+        self._table[REWRITE_AT : REWRITE_AT + REWRITE_BYTES] = bytes(REWRITE_BYTES)
+        self._rewritten = NO_SLOT
 
     # --- The table of owners' shares ------------------------------------------------------------------------
 
@@ -333,6 +369,8 @@ class ArenaPart:
         except OSError as error:
             raise self._no_room(error) from error
         self._table = mmap.mmap(self._table_fd, size)
+        if fresh:
+            self._forget_rewrite()
 
     def _cut_for(self, layout: Layout | None, label: str) -> None:
         self.layout, self.label = layout, label

@@ -29,6 +29,10 @@ _MAGIC = b"HALOCLIN"
 _BODY = struct.Struct("<BBBxIQ32s32s16sdQQQ")
 _SUM = struct.Struct("<Q")
 RECORD_BYTES = _BODY.size + _SUM.size
+_SLOT = struct.Struct("<Q")
+REWRITE_BYTES = _SLOT.size + RECORD_BYTES
+REWRITE_AT = HEADER_BYTES - REWRITE_BYTES
+"""Where in the header's page the record that is being rewritten stands meanwhile."""
 _HEADER = struct.Struct("<8sIIII16sQQQQQQ64s1024s")
 
 
@@ -79,6 +83,22 @@ def reserved_body(holder: Holder) -> bytes:
 def with_sum(slot: int, body: bytes) -> bytes:
     """A record's body with the checksum it has in `slot`."""
     return body + _SUM.pack(xxh3_64_intdigest(body, slot))
+
+
+def pack_rewrite(slot: int, data: bytes) -> bytes:
+    """A record and the slot where it is about to be written over another one of the same block."""
+    return _SLOT.pack(slot) + data
+
+
+def unpack_rewrite(data: bytes) -> tuple[int, bytes] | None:
+    """The slot and the record that were about to be written; None where there are none, or their own write was torn."""
+    slot, record = _SLOT.unpack_from(data)[0], data[_SLOT.size :]
+    return (slot, record) if isinstance(unpack(slot, record), StoredRecord) else None
+
+
+def is_stored(first_byte: int) -> bool:
+    """Whether a record that begins with this byte is a stored block's."""
+    return first_byte == _STORED
 
 
 def is_free(data: bytes) -> bool:

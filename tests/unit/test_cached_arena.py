@@ -22,6 +22,8 @@ from cached.protocol import Layout
 from cached.records import (
     HEADER_BYTES,
     RECORD_BYTES,
+    REWRITE_AT,
+    REWRITE_BYTES,
     Header,
     Holder,
     StoredRecord,
@@ -100,6 +102,56 @@ def test_records_survive_their_daemon(tmp_path: Path) -> None:
     assert part_of(arena).layout == LAYOUT
     assert dict(part_of(arena).scan()) == {3: OLD, 4: HOLDER}
     arena.close(keep=True)
+
+
+def test_a_stored_blocks_record_that_is_torn_by_new_retention_is_not_lost(tmp_path: Path) -> None:
+    """A record is longer than what a processor writes at once. A daemon killed in the middle of a touch lost a block that
+    it had acknowledged long before, and with it all that descended from it."""
+    table, retouched = tmp_path / "arena" / "table", OLD._replace(priority=90, deadline=99.0, tick=8)
+    at, there = HEADER_BYTES + 3 * RECORD_BYTES, slice(HEADER_BYTES + 3 * RECORD_BYTES, HEADER_BYTES + 4 * RECORD_BYTES)
+    arena = open_arena(tmp_path)
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_stored([3], [OLD])
+    before = table.read_bytes()
+    part_of(arena).write_stored([3], [retouched])
+    after = table.read_bytes()
+    arena.close(keep=True)
+
+    for cut in range(REWRITE_BYTES + 1):
+        killed = bytearray(before)
+        killed[REWRITE_AT : REWRITE_AT + cut] = after[REWRITE_AT : REWRITE_AT + cut]
+        assert records_of(tmp_path, killed) == {3: OLD}
+    for cut in range(RECORD_BYTES + 1):
+        killed = bytearray(after)
+        killed[there] = after[at : at + cut] + before[at + cut : at + RECORD_BYTES]
+        # Before the first byte and after the last changed one, the record is a whole one.
+        assert records_of(tmp_path, killed) in ({3: retouched}, {3: OLD})
+
+
+@pytest.mark.parametrize("leaves", ["cleared", "given out"])
+def test_a_block_that_left_does_not_come_back_for_its_last_retention(tmp_path: Path, leaves: str) -> None:
+    arena = open_arena(tmp_path)
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_stored([3], [OLD])
+    part_of(arena).write_stored([3], [OLD._replace(priority=90)])
+    if leaves == "cleared":
+        part_of(arena).clear(3)
+    part_of(arena).write_reserved([3], HOLDER)
+    arena.close(keep=True)
+    table = bytearray((tmp_path / "arena" / "table").read_bytes())
+    table[HEADER_BYTES + 3 * RECORD_BYTES] = 1
+    table[HEADER_BYTES + 3 * RECORD_BYTES + 20] ^= 1
+
+    assert records_of(tmp_path, table) == {3: None}
+
+
+def records_of(directory: Path, table: bytes) -> dict[int, object]:
+    """What a daemon finds that starts with this table."""
+    (directory / "arena" / "table").write_bytes(table)
+    arena = open_arena(directory)
+    found = dict(part_of(arena).scan())
+    arena.close(keep=True)
+    return found
 
 
 def test_a_new_layout_leaves_no_record_of_the_old(tmp_path: Path) -> None:
