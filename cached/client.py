@@ -49,6 +49,7 @@ from cached.protocol import (
     Suspect,
     TierEvents,
     TierHello,
+    read_u64s,
     u64s,
 )
 from cached.protocol import Lease as LeaseRequest
@@ -235,7 +236,7 @@ class TierClient:
             return None
         outcomes = self._understood(lambda: translation.reserve_outcomes(reply, len(rows), welcome))
         if outcomes is not None:
-            self._link.hand_out(each.reservation for each in outcomes if type(each) is Reserved)
+            self._link.hand_out(read_u64s(reply.reservations))
         return outcomes
 
     def _commit(self, rows: Sequence[tuple[int, int]]) -> list[CommitOutcome] | None:

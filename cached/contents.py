@@ -94,7 +94,7 @@ class Contents:
         for slot in committed:
             parent = columns.parent[slot]
             if parent == NO_SLOT or columns.state[parent] in VISIBLE:
-                revealed += self._reveal(slot)
+                self._reveal(slot, revealed)
             else:
                 columns.move(slot, slots.WAITING)
         if not revealed:
@@ -109,19 +109,22 @@ class Contents:
         if self.events.is_on:
             self.events.extend([(events.STORED, row[4], row[5], row[2], row[6], row[1], row[1]) for row in rows])
 
-    def _reveal(self, slot: int) -> list[int]:
-        """Make a block visible and those that waited for it; says which these are, parents first."""
+    def _reveal(self, slot: int, revealed: list[int]) -> None:
+        """Make a block visible and those that waited for it; `revealed` is added to, parents first."""
         columns = self.blocks
-        revealed = [slot]
-        for each in revealed:  # Grows while it is walked.
-            columns.move(each, slots.STORED)
-            if columns.first_child[each] == NO_SLOT:
-                self.order.add(
-                    each, columns.owner[each], columns.priority[each], columns.tick[each], columns.depth[each]
-                )
-            elif columns.num_in_state[slots.WAITING]:
-                revealed += [child for child in columns.children(each) if columns.state[child] == slots.WAITING]
-        return revealed
+        columns.move(slot, slots.STORED)
+        revealed.append(slot)
+        if columns.first_child[slot] == NO_SLOT:
+            self.order.add(slot, columns.owner[slot], columns.priority[slot], columns.tick[slot], columns.depth[slot])
+        elif columns.num_in_state[slots.WAITING]:
+            freed = [slot]
+            for each in freed:  # Grows while it is walked.
+                ready = [child for child in columns.children(each) if columns.state[child] == slots.WAITING]
+                for child in ready:
+                    columns.move(child, slots.STORED)
+                    self.settle_order(child)
+                revealed += ready
+                freed += ready
 
     def restore(self, slot: int, record: StoredRecord) -> None:
         """Take over a block that a former daemon left; its parent has been taken over before it."""

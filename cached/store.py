@@ -203,8 +203,9 @@ class BlockStore:
         if granted:
             self._contents.records.write_reserved(granted, self._holdings.holder_of(session))
             first = self._holdings.add_reservations(session, self._now + self._reservation_ttl_s, granted)
-        outcomes = [RESERVED if answer >= 0 else -answer for answer in answers]
-        return Decided(bytes(outcomes), first, granted)
+        if len(granted) == len(answers):
+            return Decided(bytes([RESERVED]) * len(answers), first, granted)
+        return Decided(bytes([RESERVED if answer >= 0 else -answer for answer in answers]), first, granted)
 
     def commit(self, session: int, items: Iterable[tuple[int, int]], now: float) -> list[CommitOutcome]:
         """`(reservation, checksum)` of copies that are done; one tick of recency for all of them."""
