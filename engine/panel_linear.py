@@ -3,7 +3,7 @@
 A panel is as many outputs as two vector registers hold, its weights input after input, so that they are read from one
 end to the other. A tile multiplies a few rows by one panel and keeps all their sums in registers: as many rows as there
 are registers for. One row reads memory at the rate that there is, many multiply at the rate that there is; between the
-two oneDNN, whose few-row kernels were measured, takes 1.4 to 3 times as long (docs/decisions/0014). Rows are cut into
+two oneDNN, whose few-row kernels were measured, takes 1.4 to 3 times as long (docs/decisions/0013). Rows are cut into
 blocks that stay in a core's cache while panel after panel passes by.
 
 Which layers are held like this is for `engine/fused.py`; where this cannot be compiled, `engine/prepacked.py` serves.
