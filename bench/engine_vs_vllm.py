@@ -37,6 +37,7 @@ from tests.support.stack import Stack
 
 PREFIX, USER, DECODE = 1000, 20, 64
 MIB = 2**20
+INT8 = "decode_1_int8_tokens_per_s"
 
 
 @dataclass(slots=True)
@@ -59,16 +60,21 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     floor = _floor(arguments.model)
     print(json.dumps({"figure": "floor", **floor}), flush=True)
-    with _ours(arguments.model) as ours, _vllm(arguments) as theirs:
+    with _ours(arguments.model) as ours, _vllm(arguments) as theirs, _rounded(arguments) as rounded:
         # At rest: our pool's pages are touched when first written, theirs are taken as touched (which favours them).
         memory = {ours.name: _memory(ours.pids()), theirs.name: _memory(theirs.pids()) - arguments.pool_bytes}
         for seed, server in enumerate((ours, theirs)):
             _measure(server, Prompts(arguments.model, seed=100 + seed), base=40_000 + 3000 * seed)
             server.figures.clear()
+        if rounded is not None:
+            _decode_alone(rounded, Prompts(arguments.model, seed=102))
         for turn in range(arguments.rounds):
             for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
                 # The same prompts for both, new ones in each round.
                 _measure(server, Prompts(arguments.model, seed=turn), base=FIRST_UNIQUE_ID + 500 * turn)
+            if rounded is not None:
+                ours.note(INT8, _decode_alone(rounded, Prompts(arguments.model, seed=turn)))
+        theirs.figures[INT8] = theirs.figures["decode_1_tokens_per_s"]
         for server in (ours, theirs):
             server.note("memory_without_kv_bytes", memory[server.name])
             server.note("memory_after_bytes", _memory(server.pids()))
@@ -84,6 +90,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--vllm-block", type=int, default=32, help="vLLM's block size; its CPU default is 128")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each figure on each server")
+    parser.add_argument("--int8", action="store_true", help="also decode one stream with int8 weights of ours")
     parser.add_argument("--pool-bytes", type=int, default=2048 * MIB, help="KV pool of each server")
     return parser.parse_args()
 
@@ -148,6 +155,10 @@ def _rate(server: Server, prompts: list[list[int]]) -> float:
     return _steady_rate(_together(server, prompts, DECODE))
 
 
+def _decode_alone(server: Server, prompts: Prompts) -> float:
+    return _rate(server, [prompts.fresh(60)])
+
+
 def _burst(server: Server, prompts: list[list[int]]) -> tuple[list[float], float]:
     found = _together(server, prompts, DECODE)
     return [first for first, _, _ in found], _steady_rate(found)
@@ -191,12 +202,22 @@ def _floor(model: Path) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _ours(model: Path) -> Iterator[Server]:
+def _ours(model: Path, pool_bytes: int = 2048 * MIB, quantization: str = "none") -> Iterator[Server]:
     began = time.perf_counter()
-    with Stack.start(model, engine_device_cache_size=2048 * MIB, cached_host_cache_size=64 * MIB) as stack:
+    settings = {"engine_device_cache_size": pool_bytes, "engine_quantization": quantization}
+    with Stack.start(model, cached_host_cache_size=64 * MIB, **settings) as stack:
         ready_s = time.perf_counter() - began
         sdk = openai.OpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=600)
         yield Server("halocline", sdk, ready_s, lambda: [stack.pid, *_descendants(stack.pid)])
+
+
+@contextlib.contextmanager
+def _rounded(arguments: argparse.Namespace) -> Iterator[Server | None]:
+    if not arguments.int8:
+        yield None
+        return
+    with _ours(arguments.model, pool_bytes=64 * MIB, quantization="int8") as server:
+        yield server
 
 
 @contextlib.contextmanager
@@ -285,6 +306,7 @@ def _memory(pids: list[int]) -> int:
 BARS: list[tuple[str, float, bool]] = [
     ("ttft_cold_s", 1.05, False),
     ("decode_1_tokens_per_s", 0.95, True),
+    (INT8, 1.5, True),  # Theirs is their float32.
     ("decode_4_tokens_per_s", 1.0, True),
     ("decode_16_tokens_per_s", 1.1, True),
     ("decode_16_shared_tokens_per_s", 1.4, True),
@@ -298,6 +320,8 @@ BARS: list[tuple[str, float, bool]] = [
 def _report(arguments: argparse.Namespace, ours: Server, theirs: Server, floor: dict[str, float]) -> None:
     rows: list[dict[str, Any]] = []
     for figure, bar, more_is_better in BARS:
+        if figure == INT8 and not arguments.int8:
+            continue
         mine, other = median(ours.figures[figure]), median(theirs.figures[figure])
         if arguments.vllm_block == 128 and figure == "burst_cold_mean_ttft_s":
             bar = 0.45
