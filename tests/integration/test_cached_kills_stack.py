@@ -4,7 +4,6 @@ survives keeps anything of those who died.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -28,8 +27,9 @@ def open_files(pid: int) -> int:
 
 
 def shared_bytes(stack: Stack) -> int:
-    """What the arena takes of the tmpfs, wherever it lies."""
-    directory = Path(json.loads(stack.command("cache", "config", "--json"))["arena_dir"])
+    """What the arena takes of the tmpfs, wherever it lies: the daemon has its payload open."""
+    links = [os.readlink(link) for link in Path(f"/proc/{stack.pid_of('cached')}/fd").iterdir()]
+    directory = next(Path(link).parent for link in links if Path(link).name == "payload")
     return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 
