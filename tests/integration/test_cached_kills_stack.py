@@ -5,6 +5,7 @@ survives keeps anything of those who died.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.tier_hits import SMALL_POOL, OffloadedPrompts
 NUM_KILLS = 30
 NUM_WARM_UP = 4
 TOLERANCE = 0.01
+SETTLED_S = 3.0
 
 
 def resident(pid: int) -> int:
@@ -39,21 +41,30 @@ class Survivors:
     def __init__(self, stack: Stack, names: tuple[str, ...]) -> None:
         self._stack = stack
         self._pids = {name: stack.pid if name == "up" else stack.pid_of(name) for name in names}
-        self._before = self._look()
+        self._before = self._wait_settled()
         self._shared = shared_bytes(stack)
+
+    def _wait_settled(self) -> dict[str, tuple[int, int]]:
+        """Everybody is connected to everybody again: nothing has been opened or closed for a while."""
+        found = self._look()
+        while True:
+            time.sleep(SETTLED_S)
+            last, found = found, self._look()
+            if all(found[name][1] == last[name][1] for name in found):
+                return found
 
     def _look(self) -> dict[str, tuple[int, int]]:
         return {name: (resident(pid), open_files(pid)) for name, pid in self._pids.items()}
 
     def check(self) -> None:
-        self._stack.wait_for(lambda: all(now[1] == self._before[name][1] for name, now in self._look().items()))
-        after, shared = self._look(), shared_bytes(self._stack)
+        after, shared = self._wait_settled(), shared_bytes(self._stack)
         for name, (size, files) in after.items():
             was = self._before[name]
             print(f"{name}: {was[0] / 2**20:.1f} MiB, {was[1]} files before; {size / 2**20:.1f} MiB, {files} after")
         print(f"arena: {self._shared} bytes before, {shared} after")
         assert shared <= self._shared * (1 + TOLERANCE)
-        for name, (size, _) in after.items():
+        for name, (size, files) in after.items():
+            assert files == self._before[name][1], f"{name} has other files open"
             assert size <= self._before[name][0] * (1 + TOLERANCE), f"{name} has grown"
 
 
