@@ -15,6 +15,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,10 +33,11 @@ from engine.batch import pack
 from engine.fused import FusedModel, fuse
 from engine.int8_linear import Int8Linear
 from engine.kv_memory import KvMemory
+from engine.linears import Linear
 from engine.model import load_model
 from engine.model_files import inspect_model
+from engine.panel_linear import PanelLinear, WeightMemory
 from engine.plan import Chunk, SampleRequest, StepPlan
-from engine.prepacked import Linear, PackedLinear
 from engine.protocol import Sampling
 
 PACKAGES = ("torch", "orjson")
@@ -55,7 +57,7 @@ def main() -> NoReturn:
     together = [token for text in texts.values() for token in text]
     prompts = [together[at : at + PROMPT] for at in np.linspace(0, len(together) - PROMPT, PROMPTS).astype(int)]
 
-    plain = _measure(model, PackedLinear, pieces, prompts)
+    plain = _measure(model, None, pieces, prompts)
     rounded = _measure(model, Int8Linear, pieces, prompts)
     but_head = _measure(model, _int8_but_for(plain.vocab_size), pieces, prompts)
 
@@ -116,7 +118,7 @@ def _description(package: str) -> str:
 
 def _int8_but_for(vocab_size: int) -> Any:
     def choose(linears: Sequence[torch.nn.Linear], pieces: int = 1) -> Linear:
-        kind = PackedLinear if linears[0].out_features == vocab_size else Int8Linear
+        kind = partial(PanelLinear, WeightMemory()) if linears[0].out_features == vocab_size else Int8Linear
         return kind(linears, pieces)
 
     return choose

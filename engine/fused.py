@@ -2,13 +2,12 @@
 
 The transformers module stays the reference and what serves every other device, data type and architecture; whether
 this path can take a model's place is decided here, once, at start. Each weight is held once, in the order in which
-its linear layer reads it (in panels, or as oneDNN has it; FBGEMM's in int8); embeddings stay mapped from their file, norms are
+its linear layer reads it (panels in float32, FBGEMM's in int8); embeddings stay mapped from their file, norms are
 float32. Attention is the same as the reference's.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -18,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from engine import panel_linear
+from engine import register_tiles
 from engine.attention.interface import StepContext
 from engine.batch import PackedBatch
 from engine.layer_kernels import add_normalise, gate, normalise, normalise_heads
+from engine.linears import Linear, LinearFactory, pieces_of
 from engine.model import LoadedModel
 from engine.model_files import ModelFiles
-from engine.prepacked import Linear, LinearFactory, PackedLinear, pieces_of
+from engine.panel_linear import PanelLinear, WeightMemory
 
 FAMILY: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -44,8 +44,8 @@ class _Layer:
 
 
 def fuse(model: LoadedModel, linear: LinearFactory | None = None) -> FusedModel | None:
-    """The same model with fused layers, or None where it is not of the kind that they compute. `linear` makes its
-    linear layers; None takes the quickest in float32.
+    """The same model with fused layers, or None where it, or the processor, is not of the kind that they are for.
+    `linear` makes its linear layers; None makes those of float32.
 
     The given model's weights move over: it must not be used afterwards.
     """
@@ -56,17 +56,11 @@ def fuse(model: LoadedModel, linear: LinearFactory | None = None) -> FusedModel 
         model.shape.architecture in FAMILY
         and model.dtype is torch.float32
         and next(module.parameters()).device.type == "cpu"
-        and (linear is not None or panel_linear.is_available() or torch.backends.mkldnn.is_available())
+        and register_tiles.is_available()
         and config.hidden_act == "silu"
         and 2 * rotary.inv_freq.shape[0] == model.shape.head_dim
     )
-    return FusedModel(model, linear or _quickest_linear()) if fits else None
-
-
-def _quickest_linear() -> LinearFactory:
-    if panel_linear.is_available():
-        return partial(panel_linear.PanelLinear, panel_linear.WeightMemory())
-    return PackedLinear
+    return FusedModel(model, linear or partial(PanelLinear, WeightMemory())) if fits else None
 
 
 class FusedModel:
@@ -91,15 +85,11 @@ class FusedModel:
         for index, layer in enumerate(module.model.layers):
             self._layers.append(_pack_layer(layer, linear))
             module.model.layers[index] = torch.nn.Identity()
-        self._fewest_rows = _quickest_rows([layer.gate_up for layer in self._layers])
 
     def forward(self, batch: PackedBatch, context: StepContext) -> torch.Tensor:
         """As `LoadedModel.forward`."""
         rows = len(batch.token_ids)
-        token_ids = torch.from_numpy(batch.token_ids)
-        if rows < self._fewest_rows:
-            token_ids = F.pad(token_ids, (0, self._fewest_rows - rows))
-        residual = F.embedding(token_ids, self._embedding).float()
+        residual = F.embedding(torch.from_numpy(batch.token_ids), self._embedding).float()
         hidden = self._arrays(residual)
         rotation = self._rotation(batch, residual)
         normalise(hidden.residual_array, self._layers[0].input_norm, self._epsilon, hidden.normed_array)
@@ -123,10 +113,10 @@ class FusedModel:
                 return torch.empty((0, self.shape.vocab_size))
             if len(wanted) < rows:
                 attended = hidden.attended[wanted]
-                hidden = self._arrays(self._padded(hidden.residual[wanted]))
-                hidden.attended[: len(wanted)] = attended
+                hidden = self._arrays(hidden.residual[wanted])
+                hidden.attended.copy_(attended)
             self._finish_layer(layer, hidden, self._final_norm)
-        return self._head(hidden.normed)[: len(batch.logit_rows)]
+        return self._head(hidden.normed)
 
     def _finish_layer(self, layer: _Layer, hidden: _Hidden, next_norm: np.ndarray) -> None:
         """All of a layer behind its attention, and the norm that stands before whatever comes next."""
@@ -137,12 +127,10 @@ class FusedModel:
         add_normalise(hidden.residual_array, delta.numpy(), next_norm, self._epsilon, hidden.normed_array)
 
     def _arrays(self, residual: torch.Tensor) -> _Hidden:
-        """What goes from layer to layer. Rows that only pad stay 0 where the attention writes, so that no number that
-        was left in memory slows the others down."""
+        """What goes from layer to layer."""
         rows = len(residual)
         down = self._layers[0].mlp_down
         attended = torch.empty((rows, self._heads, self.shape.head_dim))
-        attended[-self._fewest_rows :] = 0.0
         normed = torch.empty_like(residual)
         gated = torch.empty((down.pieces, rows, down.num_inputs // down.pieces))
         return _Hidden(
@@ -160,10 +148,6 @@ class FusedModel:
         """RoPE's tables for the step, from transformers' own module, so that every kind of scaling is its."""
         cos, sin = self._rotary(like, torch.from_numpy(batch.positions).unsqueeze(0))
         return cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
-
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        missing = self._fewest_rows - len(rows)
-        return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,20 +194,3 @@ def _mapped(files: ModelFiles, name: str, loaded: torch.Tensor) -> torch.Tensor:
             if name in file.keys():  # noqa: SIM118 - not a mapping
                 return file.get_tensor(name)  # type: ignore[no-any-return]
     return loaded.detach().clone()
-
-
-def _quickest_rows(linears: list[Linear]) -> int:
-    """How many rows a single one is best padded to on this machine, measured on the weights themselves, whose number
-    keeps them out of the caches."""
-    choices = linears[0].fewest_rows
-    if len(choices) == 1:
-        return choices[0]
-    best: dict[int, float] = {}
-    for _ in range(3):
-        for rows in choices:
-            given = torch.zeros((rows, linears[0].num_inputs))
-            began = time.perf_counter()
-            for linear in linears:
-                linear(given)
-            best[rows] = min(best.get(rows, float("inf")), time.perf_counter() - began)
-    return min(best, key=best.__getitem__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
 import numpy as np
@@ -39,9 +39,7 @@ def is_available() -> bool:
 
 
 class Int8Linear:
-    """As `PackedLinear`, in one piece: its sums are exact."""
-
-    fewest_rows: ClassVar[tuple[int, ...]] = (1,)
+    """As `engine.panel_linear.PanelLinear`, in one piece: its sums are exact."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear], pieces: int = 1) -> None:
         self.num_inputs = linears[0].in_features

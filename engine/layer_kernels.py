@@ -1,6 +1,6 @@
 """The cheap parts of a layer on the CPU in float32, each in one pass: norms, rotation, gating; compiled by numba.
 
-torch takes three to eight passes and as many calls for each of them; between prepacked linears that is what is left
+torch takes three to eight passes and as many calls for each of them; between products that is what is left
 to save. Each kernel comes twice: for few rows, where waking a second thread costs more than the work, and for many.
 Which layer calls what is for `engine/fused.py`.
 """

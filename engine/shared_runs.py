@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-# What attending costs, in the time in which the kernel for short chunks reads one token's K and V for one row:
-# a matrix product has to gather a token first, then takes less for each row; and it takes calls, however small.
-_GATHER_TOKEN: Final = 2.0
+# What attending costs, in the time in which the kernel for short chunks reads one token's K and V for one row: tiles read
+# it once for some rows, and take less for each; and they take a call, however small.
+_READ_TOKEN: Final = 0.5
 _PRODUCT_ROW_TOKEN: Final = 0.3
-_PRODUCT_CALLS: Final = 700.0
+_PRODUCT_CALL: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _common_length(tables: Sequence[tuple[int, ...]], known: int) -> int:
 
 def _pays(members: Sequence[Member], num_tokens: int) -> bool:
     def product(num_rows: int) -> float:
-        return num_tokens * (_GATHER_TOKEN + _PRODUCT_ROW_TOKEN * num_rows) + _PRODUCT_CALLS
+        return num_tokens * (_READ_TOKEN + _PRODUCT_ROW_TOKEN * num_rows) + _PRODUCT_CALL
 
     alone = sum(
         float(num_tokens * member.num_rows) if member.is_short else product(member.num_rows) for member in members

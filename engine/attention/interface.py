@@ -6,9 +6,11 @@ along as a keyword argument, so that nothing global says what is being computed.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -107,8 +109,12 @@ def choose_attention(kv: KvMemory, kernel_cache_dir: Path | None) -> Attention:
         import numba
 
         from engine.attention.cpu import CpuAttention
+        from engine.register_tiles import is_available
     except Exception as error:
         _log.warning("the decode kernel cannot be used here, attention is slower without it: %s", error)
+        return GatherAttention(kv)
+    if not is_available():
+        _log.warning("this processor has neither AVX-512 nor AVX2 with FMA; the engine is slower without them")
         return GatherAttention(kv)
     most_threads: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     return CpuAttention(kv, num_threads=max(1, min(torch.get_num_threads(), most_threads)))
@@ -124,8 +130,17 @@ def can_compile(kernel_cache_dir: Path | None) -> bool:
         _log.warning("kernels cannot be compiled here, the engine is slower without them: %s", error)
         return False
     if kernel_cache_dir is not None and _is_ours(kernel_cache_dir):
-        numba.config.CACHE_DIR = str(kernel_cache_dir)  # type: ignore[attr-defined]
+        # numba knows a kernel by the file that it stands in, and not by those that it is built from.
+        numba.config.CACHE_DIR = str(kernel_cache_dir / _sources_digest())  # type: ignore[attr-defined]
     return True
+
+
+@cache
+def _sources_digest() -> str:
+    """A name that changes with any kernel of this package."""
+    package = Path(__file__).parent.parent
+    texts = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
+    return hashlib.sha256(b"".join(text for text in texts if b"import numba" in text)).hexdigest()[:16]
 
 
 def _is_ours(directory: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stack import Stack
-from tests.support.tier_hits import SMALL_POOL, OffloadedPrompts
+from tests.support.tier_hits import NUM_PROMPTS, SMALL_POOL, OffloadedPrompts
 
 NUM_KILLS = 30
 NUM_WARM_UP = 4
@@ -88,6 +88,8 @@ def test_thirty_kills_of_an_engine_and_thirty_of_the_daemon_leave_the_survivors_
 
         for _ in range(2):
             kill_engine()
+        for _ in range(2 * NUM_PROMPTS):  # All of the device's pool has been touched then.
+            prompts.host_tokens()
         for _ in range(2 * NUM_WARM_UP):  # What is allocated once for good.
             kill_daemon()
         survivors = Survivors(stack, ("engine", "gateway", "up"))

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from engine import panel_linear
 from engine.layer_kernels import PARALLEL_ROWS, add_normalise, gate, normalise, normalise_heads, rotate_and_store
+from engine.linears import pieces_of
 from engine.panel_linear import PanelLinear
-from engine.prepacked import PackedLinear, pieces_of
 from engine.vector_exp import exp32
 
-LINEARS = {"panels": partial(PanelLinear, panel_linear.WeightMemory()), "onednn": PackedLinear}
+PANELS = partial(PanelLinear, panel_linear.WeightMemory())
 ROWS = st.sampled_from((1, 2, 3, 5, PARALLEL_ROWS - 1, PARALLEL_ROWS, 61))
 WIDTHS = st.sampled_from((2, 6, 16, 34, 64, 130))
 SEEDS = st.integers(0, 2**31)
@@ -130,10 +130,7 @@ def test_gating_equals_float64(rows: int, pieces: int, width: int, seed: int) ->
 @settings(max_examples=30, deadline=None)
 @given(rows=ROWS, inputs=WIDTHS, outputs=st.lists(st.integers(1, 40), min_size=1, max_size=3), seed=SEEDS)
 @pytest.mark.parametrize("biased", ["none", "some", "all"])
-@pytest.mark.parametrize("kind", LINEARS)
-def test_joined_linears_equal_their_parts(
-    kind: str, biased: str, rows: int, inputs: int, outputs: list[int], seed: int
-) -> None:
+def test_joined_linears_equal_their_parts(biased: str, rows: int, inputs: int, outputs: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     linears = [
         torch.nn.Linear(inputs, size, bias=biased == "all" or (biased == "some" and i == 0))
@@ -142,7 +139,7 @@ def test_joined_linears_equal_their_parts(
     given_ = torch.randn(rows, inputs)
 
     with torch.inference_mode():
-        found = LINEARS[kind](linears)(given_)
+        found = PANELS(linears)(given_)
         wanted = torch.cat([linear.double()(given_.double()) for linear in linears], dim=1)
 
     assert (found.double() - wanted).abs().max() < 1e-4
@@ -150,28 +147,26 @@ def test_joined_linears_equal_their_parts(
 
 @settings(max_examples=20, deadline=None)
 @given(rows=ROWS, pieces=st.integers(1, 4), width=WIDTHS, seed=SEEDS)
-@pytest.mark.parametrize("kind", LINEARS)
-def test_a_linear_in_pieces_equals_the_whole(kind: str, rows: int, pieces: int, width: int, seed: int) -> None:
+def test_a_linear_in_pieces_equals_the_whole(rows: int, pieces: int, width: int, seed: int) -> None:
     torch.manual_seed(seed)
     linear = torch.nn.Linear(pieces * width, 37)
     given_ = torch.randn(rows, pieces * width)
 
     with torch.inference_mode():
         cut = torch.stack(given_.chunk(pieces, dim=1)).contiguous()
-        found = LINEARS[kind]([linear], pieces)(cut)
+        found = PANELS([linear], pieces)(cut)
         wanted = linear.double()(given_.double())
 
     assert (found.double() - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", LINEARS)
-def test_what_is_not_finite_in_one_row_stays_in_it(kind: str) -> None:
+def test_what_is_not_finite_in_one_row_stays_in_it() -> None:
     linear = torch.nn.Linear(16, 70)
     given_ = torch.randn(31, 16)
     given_[3, 5], given_[17, 0] = math.nan, math.inf
 
     with torch.inference_mode():
-        found = LINEARS[kind]([linear])(given_)
+        found = PANELS([linear])(given_)
 
     spoilt = ~found.isfinite().all(dim=1)
     assert spoilt.nonzero().flatten().tolist() == [3, 17]

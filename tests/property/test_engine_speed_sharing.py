@@ -44,7 +44,7 @@ def test_runs_follow_one_another_and_hold_what_their_members_share(
 ) -> None:
     members = [Member(table, count, count <= 4) for table, count in zip(tables, rows, strict=False)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_runs, "_PRODUCT_CALLS", calls)
+        patch.setattr(shared_runs, "_PRODUCT_CALL", calls)
 
         runs = find_runs(members, 16)
 
