@@ -82,7 +82,7 @@ class PanelLinear:
         """`[row, input]`, or pieces of that, contiguous, to `[row, output]`."""
         given = rows.numpy().reshape(self.pieces, -1, self.num_inputs // self.pieces)
         found = torch.empty((given.shape[1], self.num_outputs))
-        _multiply(given, self._panels, self._bias, found.numpy(), self._block_rows)
+        _multiply(given, self._panels, self._bias, found.numpy(), self._block_rows, numba.get_num_threads())
         return found
 
 
@@ -110,17 +110,23 @@ def _multiply(
     bias: Any,  # float32 [output], or empty
     out: Any,  # float32 [row, output]
     block_rows: int,
+    num_threads: int,
 ) -> None:
     pieces, num_rows, inputs = rows.shape
     num_panels = panels.shape[0]
     num_outputs = out.shape[1]
     num_blocks = (num_rows + block_rows - 1) // block_rows
+    # Each thread takes an equal, contiguous part of the tasks: some of the panels, for one block of rows after another.
+    shared_panels = (num_panels + num_threads - 1) // num_threads
     row_bytes = inputs * 4
     has_bias = len(bias) > 0
     rows_at, panels_at, out_at = np.int64(rows.ctypes.data), np.int64(panels.ctypes.data), np.int64(out.ctypes.data)
     for task in numba.prange(num_blocks * num_panels):
-        first_row = task // num_panels * block_rows
-        panel = task % num_panels
+        first_panel = task // (num_blocks * shared_panels) * shared_panels
+        some_panels = min(shared_panels, num_panels - first_panel)
+        of_share = task - first_panel * num_blocks
+        first_row = of_share // some_panels * block_rows
+        panel = first_panel + of_share % some_panels
         count = min(block_rows, num_rows - first_row)
         first_output = panel * PANEL
         width = min(PANEL, num_outputs - first_output)

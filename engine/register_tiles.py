@@ -23,7 +23,6 @@ PANEL: Final = 2 * _LANES
 """Outputs of a panel."""
 MOST_ROWS: Final = 12 if _HAS_AVX512 else 6
 """Rows of the largest tile: multiples of it are multiplied at the best rate."""
-_HAS_EIGHT: Final = MOST_ROWS > 8
 
 _FLOAT, _INT, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
@@ -132,8 +131,8 @@ def _emit(
                         builder.store(total, target, align=4)
 
 
-_tile_1, _tile_2, _tile_4, _tile_most = _tile(1), _tile(2), _tile(4), _tile(MOST_ROWS)
-_tile_8 = _tile(8) if _HAS_EIGHT else _tile_4
+# Sizes between these would win a little for few row counts, and cost each first start a second of compiling.
+_tile_1, _tile_4, _tile_most = _tile(1), _tile(4), _tile(MOST_ROWS)
 
 
 @numba.njit(nogil=True, error_model="numpy", inline="never")  # type: ignore[untyped-decorator]
@@ -153,14 +152,9 @@ def multiply_panel(
     while num_rows >= MOST_ROWS:
         _tile_most(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
         rows, out, num_rows = rows + MOST_ROWS * row_bytes, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
-    if _HAS_EIGHT and num_rows >= 8:
-        _tile_8(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
-        rows, out, num_rows = rows + 8 * row_bytes, out + 8 * out_bytes, num_rows - 8
-    if num_rows >= 4:
+    while num_rows >= 4:
         _tile_4(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
         rows, out, num_rows = rows + 4 * row_bytes, out + 4 * out_bytes, num_rows - 4
-    if num_rows >= 2:
-        _tile_2(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
-        rows, out, num_rows = rows + 2 * row_bytes, out + 2 * out_bytes, num_rows - 2
-    if num_rows >= 1:
+    while num_rows >= 1:
         _tile_1(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
+        rows, out, num_rows = rows + row_bytes, out + out_bytes, num_rows - 1
