@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -83,6 +84,21 @@ def run(config: EngineConfig) -> int:
 
 
 def _load(config: EngineConfig) -> tuple[ModelRunner, Rate, StepRates]:
+    """The runner, and what a step was measured to cost, from a thread that is over.
+
+    OpenMP keeps a team of threads for each thread that has computed, as long as that lives; and with more of them in all
+    than there are processors, none waits a moment for work any more (`engine/environment.py`). So whoever steps must be
+    the only one.
+    """
+    with ThreadPoolExecutor(1, "engine-load") as loader:
+        try:
+            return loader.submit(_load_here, config).result()
+        except KeyboardInterrupt:
+            sys.stderr.flush()
+            os._exit(0)  # There is nothing to leave in order yet, and the thread cannot be interrupted inside torch.
+
+
+def _load_here(config: EngineConfig) -> tuple[ModelRunner, Rate, StepRates]:
     progress = Progress()
     progress("loading libraries", 0.0)
     from engine.runner import load_runner  # Imports torch, which takes seconds: not before it is needed.

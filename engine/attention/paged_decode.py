@@ -27,136 +27,6 @@ def segment_kernel(head_dim: int, group: int) -> Any:
     """`attend_segments` for heads of this size and this many query heads for each KV head: known to the compiler,
     they halve its time."""
 
-    options: dict[str, Any] = {"fastmath": _FASTMATH, "nogil": True, "error_model": "numpy"}
-
-    # Functions of their own, because compiling them as part of the parallel one takes longer.
-    @numba.njit(**options)
-    def attend_item(
-        pool: Any,
-        layer: Any,
-        query: Any,
-        factor: Any,
-        item: Any,
-        item_row: Any,
-        item_table: Any,
-        item_first: Any,
-        item_last: Any,
-        tables: Any,
-        partial: Any,
-    ) -> None:
-        """One query token over one segment of its context, into its partial result."""
-        tokens_per_block = pool.shape[3]
-        kv_heads = pool.shape[4]
-        heads = kv_heads * group
-        row = item_row[item]
-        # Every vector below is one whole last axis: only then does the compiler know that it is contiguous.
-        scores = np.empty((heads, tokens_per_block), np.float32)
-        for h in range(heads):
-            state = partial[item, h]
-            for d in range(head_dim):
-                state[d] = 0.0
-            state[head_dim] = -np.inf
-            state[head_dim + 1] = 0.0
-        position = item_first[item]
-        while position < item_last[item]:
-            offset = position % tokens_per_block
-            block = tables[item_table[item] + position // tokens_per_block]
-            count = min(tokens_per_block - offset, item_last[item] - position)
-            for t in range(count):
-                for kv_head in range(kv_heads):
-                    key = pool[block, layer, 0, offset + t, kv_head]
-                    for g in range(group):
-                        asks = query[row, kv_head * group + g]
-                        score = np.float32(0.0)
-                        for d in range(head_dim):
-                            score += asks[d] * key[d]
-                        scores[kv_head * group + g, t] = score * factor
-            for h in range(heads):
-                state = partial[item, h]
-                highest = state[head_dim]
-                row_scores = scores[h]
-                for t in range(count):
-                    # Written so that NaN wins, and stays.
-                    if not row_scores[t] <= highest:
-                        highest = row_scores[t]
-                if highest != state[head_dim]:
-                    shrink = exp32(state[head_dim] - highest)
-                    state[head_dim] = highest
-                    state[head_dim + 1] *= shrink
-                    for d in range(head_dim):
-                        state[d] *= shrink
-                total = np.float32(0.0)
-                for t in range(count):
-                    weight = exp32(row_scores[t] - highest)
-                    row_scores[t] = weight
-                    total += weight
-                state[head_dim + 1] += total
-            # Four tokens at a time, so that the sums of V are loaded and stored once for all of them.
-            fours = count - count % 4
-            for kv_head in range(kv_heads):
-                for t in range(0, fours, 4):
-                    value_0 = pool[block, layer, 1, offset + t, kv_head]
-                    value_1 = pool[block, layer, 1, offset + t + 1, kv_head]
-                    value_2 = pool[block, layer, 1, offset + t + 2, kv_head]
-                    value_3 = pool[block, layer, 1, offset + t + 3, kv_head]
-                    for g in range(group):
-                        h = kv_head * group + g
-                        state = partial[item, h]
-                        weight_0 = scores[h, t]
-                        weight_1 = scores[h, t + 1]
-                        weight_2 = scores[h, t + 2]
-                        weight_3 = scores[h, t + 3]
-                        for d in range(head_dim):
-                            state[d] += (
-                                weight_0 * value_0[d]
-                                + weight_1 * value_1[d]
-                                + weight_2 * value_2[d]
-                                + weight_3 * value_3[d]
-                            )
-                for t in range(fours, count):
-                    value = pool[block, layer, 1, offset + t, kv_head]
-                    for g in range(group):
-                        state = partial[item, kv_head * group + g]
-                        weight = scores[kv_head * group + g, t]
-                        for d in range(head_dim):
-                            state[d] += weight * value[d]
-            position += count
-
-    @numba.njit(**options)
-    def combine_segments(
-        work: Any, heads: Any, item_row: Any, row_items: Any, partial: Any, is_fresh: Any, weights: Any, out: Any
-    ) -> None:
-        """One head of one row: its segments, and what its row of `out` holds, into `out`."""
-        short = work // heads
-        head = work % heads
-        begin = row_items[short]
-        end = row_items[short + 1]
-        row = item_row[begin]
-        # What shared prefixes gave is one more part, of weight 1 at its own logarithm.
-        before = np.float32(-np.inf) if is_fresh else weights[row, head]
-        highest = before
-        for item in range(begin, end):
-            if not partial[item, head, head_dim] <= highest:
-                highest = partial[item, head, head_dim]
-        total = np.float32(0.0)
-        result = out[row, head]
-        if before == -np.inf:
-            for d in range(head_dim):
-                result[d] = 0.0
-        else:
-            total = exp32(before - highest)
-            for d in range(head_dim):
-                result[d] *= total
-        for item in range(begin, end):
-            state = partial[item, head]
-            weight = exp32(state[head_dim] - highest)
-            total += weight * state[head_dim + 1]
-            for d in range(head_dim):
-                result[d] += weight * state[d]
-        inverse = np.float32(1.0) / total
-        for d in range(head_dim):
-            result[d] *= inverse
-
     @numba.njit(parallel=True, fastmath=_FASTMATH, nogil=True, cache=True, error_model="numpy")
     def attend_segments(
         pool: Any,  # float32 [block, layer, 2, token, kv_head, head_dim]
@@ -175,11 +45,116 @@ def segment_kernel(head_dim: int, group: int) -> Any:
         out: Any,  # float32 [row, head, head_dim]
     ) -> None:
         """Folds the attention of every short row into its row of `out`; other rows are left alone."""
-        heads = pool.shape[4] * group
+        tokens_per_block = pool.shape[3]
+        kv_heads = pool.shape[4]
+        heads = kv_heads * group
+        num_items = item_row.shape[0]
         factor = np.float32(scale)
-        for item in numba.prange(item_row.shape[0]):
-            attend_item(pool, layer, query, factor, item, item_row, item_table, item_first, item_last, tables, partial)
+
+        for item in numba.prange(num_items):
+            row = item_row[item]
+            # Every vector below is one whole last axis: only then does the compiler know that it is contiguous.
+            scores = np.empty((heads, tokens_per_block), np.float32)
+            for h in range(heads):
+                state = partial[item, h]
+                for d in range(head_dim):
+                    state[d] = 0.0
+                state[head_dim] = -np.inf
+                state[head_dim + 1] = 0.0
+            position = item_first[item]
+            while position < item_last[item]:
+                offset = position % tokens_per_block
+                block = tables[item_table[item] + position // tokens_per_block]
+                count = min(tokens_per_block - offset, item_last[item] - position)
+                for t in range(count):
+                    for kv_head in range(kv_heads):
+                        key = pool[block, layer, 0, offset + t, kv_head]
+                        for g in range(group):
+                            asks = query[row, kv_head * group + g]
+                            score = np.float32(0.0)
+                            for d in range(head_dim):
+                                score += asks[d] * key[d]
+                            scores[kv_head * group + g, t] = score * factor
+                for h in range(heads):
+                    state = partial[item, h]
+                    highest = state[head_dim]
+                    row_scores = scores[h]
+                    for t in range(count):
+                        # Written so that NaN wins, and stays.
+                        if not row_scores[t] <= highest:
+                            highest = row_scores[t]
+                    if highest != state[head_dim]:
+                        shrink = exp32(state[head_dim] - highest)
+                        state[head_dim] = highest
+                        state[head_dim + 1] *= shrink
+                        for d in range(head_dim):
+                            state[d] *= shrink
+                    total = np.float32(0.0)
+                    for t in range(count):
+                        weight = exp32(row_scores[t] - highest)
+                        row_scores[t] = weight
+                        total += weight
+                    state[head_dim + 1] += total
+                # Four tokens at a time, so that the sums of V are loaded and stored once for all of them.
+                fours = count - count % 4
+                for kv_head in range(kv_heads):
+                    for t in range(0, fours, 4):
+                        value_0 = pool[block, layer, 1, offset + t, kv_head]
+                        value_1 = pool[block, layer, 1, offset + t + 1, kv_head]
+                        value_2 = pool[block, layer, 1, offset + t + 2, kv_head]
+                        value_3 = pool[block, layer, 1, offset + t + 3, kv_head]
+                        for g in range(group):
+                            h = kv_head * group + g
+                            state = partial[item, h]
+                            weight_0 = scores[h, t]
+                            weight_1 = scores[h, t + 1]
+                            weight_2 = scores[h, t + 2]
+                            weight_3 = scores[h, t + 3]
+                            for d in range(head_dim):
+                                state[d] += (
+                                    weight_0 * value_0[d]
+                                    + weight_1 * value_1[d]
+                                    + weight_2 * value_2[d]
+                                    + weight_3 * value_3[d]
+                                )
+                    for t in range(fours, count):
+                        value = pool[block, layer, 1, offset + t, kv_head]
+                        for g in range(group):
+                            state = partial[item, kv_head * group + g]
+                            weight = scores[kv_head * group + g, t]
+                            for d in range(head_dim):
+                                state[d] += weight * value[d]
+                position += count
+
         for work in numba.prange((row_items.shape[0] - 1) * heads):
-            combine_segments(work, heads, item_row, row_items, partial, is_fresh, weights, out)
+            short = work // heads
+            head = work % heads
+            begin = row_items[short]
+            end = row_items[short + 1]
+            row = item_row[begin]
+            # What shared prefixes gave is one more part, of weight 1 at its own logarithm.
+            before = np.float32(-np.inf) if is_fresh else weights[row, head]
+            highest = before
+            for item in range(begin, end):
+                if not partial[item, head, head_dim] <= highest:
+                    highest = partial[item, head, head_dim]
+            total = np.float32(0.0)
+            result = out[row, head]
+            if before == -np.inf:
+                for d in range(head_dim):
+                    result[d] = 0.0
+            else:
+                total = exp32(before - highest)
+                for d in range(head_dim):
+                    result[d] *= total
+            for item in range(begin, end):
+                state = partial[item, head]
+                weight = exp32(state[head_dim] - highest)
+                total += weight * state[head_dim + 1]
+                for d in range(head_dim):
+                    result[d] += weight * state[d]
+            inverse = np.float32(1.0) / total
+            for d in range(head_dim):
+                result[d] *= inverse
 
     return attend_segments

@@ -78,156 +78,6 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
     num_panels = head_dim // PANEL
     rest = num_panels * PANEL
 
-    # The task is a function of its own because compiling it as part of the parallel one takes three times as long.
-    @numba.njit(fastmath=_FASTMATH, nogil=True, error_model="numpy")
-    def attend_task(
-        pool: Any,
-        layer: Any,
-        query: Any,
-        factor: Any,
-        rows: Any,
-        ends: Any,
-        tables: Any,
-        task: Any,
-        weights: Any,
-        out: Any,
-    ) -> None:
-        tokens_per_block, kv_heads = pool.shape[3], pool.shape[4]
-        token_bytes = np.int64(kv_heads * head_dim * 4)
-        block_bytes = np.int64(pool.shape[1] * 2 * tokens_per_block) * token_bytes
-        pool_at = np.int64(pool.ctypes.data)
-        kv_head, first_query, first_row = task[0], task[1], task[2]
-        num_rows, table_begin, first_key = task[3], task[4], task[5]
-        count = min(PANEL, num_rows * group - first_query)
-        # Queries as a panel, [number of the head, query]; scores likewise, [key, query].
-        asks = np.zeros((head_dim, PANEL), np.float32)
-        scores = np.empty((_ROUND, PANEL), np.float32)
-        sums = np.zeros((PANEL, head_dim), np.float32)
-        highest = np.full(PANEL, -np.inf, np.float32)
-        total = np.zeros(PANEL, np.float32)
-        seen_until = np.zeros(PANEL, np.int64)
-        base = np.empty(PANEL, np.float32)
-        shrink = np.empty(PANEL, np.float32)
-        soonest, latest = ends[first_row + (first_query + count - 1) // group], np.int64(0)
-        for q in range(count):
-            of_part = first_row + (first_query + q) // group
-            head = kv_head * group + (first_query + q) % group
-            asked = query[rows[of_part], head]
-            for d in range(head_dim):
-                asks[d, q] = asked[d] * factor
-            seen_until[q] = ends[of_part]
-            soonest, latest = min(soonest, ends[of_part]), max(latest, ends[of_part])
-        head_at = pool_at + (layer * 2 * tokens_per_block * kv_heads + kv_head) * head_dim * 4
-        asks_at, scores_at, sums_at = (
-            np.int64(asks.ctypes.data),
-            np.int64(scores.ctypes.data),
-            np.int64(sums.ctypes.data),
-        )
-
-        key = first_key
-        while key < latest:
-            num_keys = min(_ROUND, latest - key)
-            done = np.int64(0)
-            while done < num_keys:
-                offset = (key + done) % tokens_per_block
-                block = tables[table_begin + (key + done) // tokens_per_block]
-                here = min(tokens_per_block - offset, num_keys - done)
-                multiply_panel(
-                    here,
-                    head_at + block * block_bytes + offset * token_bytes,
-                    token_bytes,
-                    np.int64(4),
-                    asks_at,
-                    np.int64(PANEL * 4),
-                    np.int64(head_dim),
-                    scores_at + done * PANEL * 4,
-                    np.int64(PANEL * 4),
-                    False,
-                )
-                done += here
-            if key + num_keys > soonest:
-                for t in range(num_keys):
-                    of_key = scores[t]
-                    for q in range(PANEL):
-                        if key + t >= seen_until[q]:
-                            of_key[q] = -np.inf
-            for q in range(PANEL):
-                base[q] = highest[q]
-            for t in range(num_keys):
-                of_key = scores[t]
-                for q in range(PANEL):
-                    # Written so that NaN wins, and stays.
-                    if not of_key[q] <= base[q]:
-                        base[q] = of_key[q]
-            for q in range(PANEL):
-                before = highest[q]
-                highest[q] = base[q]
-                # Where nothing was seen yet, any number does; of the infinite there is no difference.
-                if base[q] == -np.inf:
-                    base[q] = np.float32(0.0)
-                shrink[q] = exp32(before - base[q])
-                total[q] *= shrink[q]
-            for t in range(num_keys):
-                of_key = scores[t]
-                for q in range(PANEL):
-                    weight = exp32(of_key[q] - base[q])
-                    of_key[q] = weight
-                    total[q] += weight
-            for q in range(count):
-                if shrink[q] != np.float32(1.0):
-                    of_query = sums[q]
-                    for d in range(head_dim):
-                        of_query[d] *= shrink[q]
-            done = np.int64(0)
-            while done < num_keys:
-                offset = (key + done) % tokens_per_block
-                block = tables[table_begin + (key + done) // tokens_per_block]
-                here = min(tokens_per_block - offset, num_keys - done)
-                values_at = head_at + block * block_bytes + (tokens_per_block + offset) * token_bytes
-                for panel in range(num_panels):
-                    multiply_panel(
-                        count,
-                        scores_at + done * PANEL * 4,
-                        np.int64(4),
-                        np.int64(PANEL * 4),
-                        values_at + panel * PANEL * 4,
-                        token_bytes,
-                        here,
-                        sums_at + panel * PANEL * 4,
-                        np.int64(head_dim * 4),
-                        True,
-                    )
-                if rest < head_dim:
-                    for t in range(here):
-                        values = pool[block, layer, 1, offset + t, kv_head]
-                        for q in range(count):
-                            for d in range(rest, head_dim):
-                                sums[q, d] += scores[done + t, q] * values[d]
-                done += here
-            key += num_keys
-
-        for q in range(count):
-            if seen_until[q] <= first_key:
-                continue
-            row = rows[first_row + (first_query + q) // group]
-            head = kv_head * group + (first_query + q) % group
-            result, of_query = out[row, head], sums[q]
-            there, new = weights[row, head], highest[q] + np.log(total[q])
-            weights[row, head] = new
-            share_there, share_new = np.float32(0.0), np.float32(1.0) / total[q]
-            if there != -np.inf:
-                # NaN, on whichever side, reaches the result through the shares.
-                most = there if there >= new else new
-                weight_there, weight_new = exp32(there - most), exp32(new - most)
-                weights[row, head] = most + np.log(weight_there + weight_new)
-                share_there = weight_there / (weight_there + weight_new)
-                share_new *= weight_new / (weight_there + weight_new)
-                for d in range(head_dim):
-                    result[d] = result[d] * share_there + of_query[d] * share_new
-            else:
-                for d in range(head_dim):
-                    result[d] = of_query[d] * share_new
-
     @numba.njit(parallel=True, fastmath=_FASTMATH, nogil=True, cache=True, error_model="numpy")
     def attend_parts(
         pool: Any,  # float32 [block, layer, 2, token, kv_head, head_dim]
@@ -242,8 +92,151 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
         out: Any,  # float32 [row, head, head_dim]
     ) -> None:
         """Folds what the parts give into `out` and `weights`."""
+        tokens_per_block, kv_heads = pool.shape[3], pool.shape[4]
+        token_bytes = np.int64(kv_heads * head_dim * 4)
+        block_bytes = np.int64(pool.shape[1] * 2 * tokens_per_block) * token_bytes
         factor = np.float32(scale)
+        pool_at = np.int64(pool.ctypes.data)
+
         for index in numba.prange(tasks.shape[0]):
-            attend_task(pool, layer, query, factor, rows, ends, tables, tasks[index], weights, out)
+            kv_head, first_query, first_row = tasks[index, 0], tasks[index, 1], tasks[index, 2]
+            num_rows, table_begin, first_key = tasks[index, 3], tasks[index, 4], tasks[index, 5]
+            count = min(PANEL, num_rows * group - first_query)
+            # Queries as a panel, [number of the head, query]; scores likewise, [key, query].
+            asks = np.empty((head_dim, PANEL), np.float32)
+            scores = np.empty((_ROUND, PANEL), np.float32)
+            sums = np.empty((PANEL, head_dim), np.float32)
+            highest = np.empty(PANEL, np.float32)
+            total = np.empty(PANEL, np.float32)
+            seen_until = np.empty(PANEL, np.int64)
+            base = np.empty(PANEL, np.float32)
+            shrink = np.empty(PANEL, np.float32)
+            # By loops: whole arrays at once would be parallel parts of their own to numba, and take seconds to compile.
+            for q in range(PANEL):
+                highest[q] = -np.inf
+                total[q] = 0.0
+                seen_until[q] = 0
+                for d in range(head_dim):
+                    asks[d, q] = 0.0
+                    sums[q, d] = 0.0
+            soonest, latest = ends[first_row + (first_query + count - 1) // group], np.int64(0)
+            for q in range(count):
+                of_part = first_row + (first_query + q) // group
+                head = kv_head * group + (first_query + q) % group
+                asked = query[rows[of_part], head]
+                for d in range(head_dim):
+                    asks[d, q] = asked[d] * factor
+                seen_until[q] = ends[of_part]
+                soonest, latest = min(soonest, ends[of_part]), max(latest, ends[of_part])
+            head_at = pool_at + (layer * 2 * tokens_per_block * kv_heads + kv_head) * head_dim * 4
+            asks_at, scores_at, sums_at = (
+                np.int64(asks.ctypes.data),
+                np.int64(scores.ctypes.data),
+                np.int64(sums.ctypes.data),
+            )
+
+            key = first_key
+            while key < latest:
+                num_keys = min(_ROUND, latest - key)
+                done = np.int64(0)
+                while done < num_keys:
+                    offset = (key + done) % tokens_per_block
+                    block = tables[table_begin + (key + done) // tokens_per_block]
+                    here = min(tokens_per_block - offset, num_keys - done)
+                    multiply_panel(
+                        here,
+                        head_at + block * block_bytes + offset * token_bytes,
+                        token_bytes,
+                        np.int64(4),
+                        asks_at,
+                        np.int64(PANEL * 4),
+                        np.int64(head_dim),
+                        scores_at + done * PANEL * 4,
+                        np.int64(PANEL * 4),
+                        False,
+                    )
+                    done += here
+                if key + num_keys > soonest:
+                    for t in range(num_keys):
+                        of_key = scores[t]
+                        for q in range(PANEL):
+                            if key + t >= seen_until[q]:
+                                of_key[q] = -np.inf
+                for q in range(PANEL):
+                    base[q] = highest[q]
+                for t in range(num_keys):
+                    of_key = scores[t]
+                    for q in range(PANEL):
+                        # Written so that NaN wins, and stays.
+                        if not of_key[q] <= base[q]:
+                            base[q] = of_key[q]
+                for q in range(PANEL):
+                    before = highest[q]
+                    highest[q] = base[q]
+                    # Where nothing was seen yet, any number does; of the infinite there is no difference.
+                    if base[q] == -np.inf:
+                        base[q] = np.float32(0.0)
+                    shrink[q] = exp32(before - base[q])
+                    total[q] *= shrink[q]
+                for t in range(num_keys):
+                    of_key = scores[t]
+                    for q in range(PANEL):
+                        weight = exp32(of_key[q] - base[q])
+                        of_key[q] = weight
+                        total[q] += weight
+                for q in range(count):
+                    if shrink[q] != np.float32(1.0):
+                        of_query = sums[q]
+                        for d in range(head_dim):
+                            of_query[d] *= shrink[q]
+                done = np.int64(0)
+                while done < num_keys:
+                    offset = (key + done) % tokens_per_block
+                    block = tables[table_begin + (key + done) // tokens_per_block]
+                    here = min(tokens_per_block - offset, num_keys - done)
+                    values_at = head_at + block * block_bytes + (tokens_per_block + offset) * token_bytes
+                    for panel in range(num_panels):
+                        multiply_panel(
+                            count,
+                            scores_at + done * PANEL * 4,
+                            np.int64(4),
+                            np.int64(PANEL * 4),
+                            values_at + panel * PANEL * 4,
+                            token_bytes,
+                            here,
+                            sums_at + panel * PANEL * 4,
+                            np.int64(head_dim * 4),
+                            True,
+                        )
+                    if rest < head_dim:
+                        for t in range(here):
+                            values = pool[block, layer, 1, offset + t, kv_head]
+                            for q in range(count):
+                                for d in range(rest, head_dim):
+                                    sums[q, d] += scores[done + t, q] * values[d]
+                    done += here
+                key += num_keys
+
+            for q in range(count):
+                if seen_until[q] <= first_key:
+                    continue
+                row = rows[first_row + (first_query + q) // group]
+                head = kv_head * group + (first_query + q) % group
+                result, of_query = out[row, head], sums[q]
+                there, new = weights[row, head], highest[q] + np.log(total[q])
+                weights[row, head] = new
+                share_there, share_new = np.float32(0.0), np.float32(1.0) / total[q]
+                if there != -np.inf:
+                    # NaN, on whichever side, reaches the result through the shares.
+                    most = there if there >= new else new
+                    weight_there, weight_new = exp32(there - most), exp32(new - most)
+                    weights[row, head] = most + np.log(weight_there + weight_new)
+                    share_there = weight_there / (weight_there + weight_new)
+                    share_new *= weight_new / (weight_there + weight_new)
+                    for d in range(head_dim):
+                        result[d] = result[d] * share_there + of_query[d] * share_new
+                else:
+                    for d in range(head_dim):
+                        result[d] = of_query[d] * share_new
 
     return attend_parts
