@@ -129,11 +129,7 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
                 seen_until[q] = ends[of_part]
                 soonest, latest = min(soonest, ends[of_part]), max(latest, ends[of_part])
             head_at = pool_at + (layer * 2 * tokens_per_block * kv_heads + kv_head) * head_dim * 4
-            asks_at, scores_at, sums_at = (
-                np.int64(asks.ctypes.data),
-                np.int64(scores.ctypes.data),
-                np.int64(sums.ctypes.data),
-            )
+            scores_at, sums_at = np.int64(scores.ctypes.data), np.int64(sums.ctypes.data)
 
             key = first_key
             while key < latest:
@@ -148,7 +144,8 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
                         head_at + block * block_bytes + offset * token_bytes,
                         token_bytes,
                         np.int64(4),
-                        asks_at,
+                        # Named here, and not by an address taken before: numba frees an array behind its last mention.
+                        np.int64(asks.ctypes.data),
                         np.int64(PANEL * 4),
                         np.int64(head_dim),
                         scores_at + done * PANEL * 4,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import engine.environment  # noqa: F401  isort: skip
 
+import ctypes
 import math
 from functools import partial
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from engine.attention import cpu
 from engine.attention.cpu import CpuAttention
 from engine.attention.gather import GatherAttention
+from engine.attention.tiled import Part, plan_parts, tiled_kernel
 from engine.batch import pack
 from engine.kv_memory import KvMemory
 from engine.layout import BlockLayout
@@ -111,6 +114,34 @@ def test_scores_of_any_size_do_not_overflow(path: str) -> None:
     out = attention.begin(batch).attend(0, query, key, value, 1.0)
 
     assert torch.equal(out[:, 0, 0], torch.tensor([1.0, 2.0, 2.0]))
+
+
+def test_tiles_hold_what_they_read_by_address_until_they_are_done() -> None:
+    """Queries were freed behind their last mention while tiles still read them by address; in the parallel kernel only
+    an optimisation, which takes allocations out of loops, kept them. So it is compiled without, and free memory spoilt."""
+    head_dim, group, start, count = 33, 3, 20, 9
+    kernel = numba.njit(error_model="numpy")(tiled_kernel(head_dim, group).py_func)
+    pool = torch.randn(4, 1, 2, 16, 1, head_dim)
+    query = torch.randn(count, group, head_dim)
+    ends = np.arange(start + 1, start + count + 1)
+    parts = plan_parts([Part(np.arange(count), ends, np.array([3, 1]), 0)], 1, group, 1)
+    weights, out = np.full((count, group), -np.inf, np.float32), np.empty((count, group, head_dim), np.float32)
+    perturb = getattr(
+        ctypes.CDLL(None), "mallopt", lambda option, value: None
+    )  # Where glibc is not, nothing is spoilt.
+
+    perturb(_M_PERTURB, 165)
+    try:
+        kernel(pool.numpy(), 0, query.numpy(), 0.3, parts.rows, parts.ends, parts.tables, parts.tasks, weights, out)
+    finally:
+        perturb(_M_PERTURB, 0)
+
+    key, value = pool[[3, 1], 0].transpose(0, 1).reshape(2, -1, 1, head_dim)
+    wanted = _attend_float64(query, key, value, start, 0.3)
+    assert (torch.from_numpy(out).double() - wanted).abs().max() < 1e-5
+
+
+_M_PERTURB = -6
 
 
 class _Rig:
