@@ -69,6 +69,10 @@ from cached.store import BlockStore
 from cached.tier import Admitted, NotAdmitted, Tier
 from cached.wire import FrameReader
 
+MAX_FRAMES_AT_ONCE = 16
+"""A peer waits for the reply before it asks again; `Settled` alone may come together with what follows it. Thousands of
+requests fit into one read, and nobody else would be served until all of them were."""
+
 _CODE_OF = {outcome: code for code, outcome in enumerate(COMMIT_OUTCOMES)}
 
 
@@ -126,7 +130,10 @@ class Session:
     def receive(self, data: bytes, now: float) -> list[Outgoing]:
         """Act on what `data` completes; raises PeerError when the peer broke the protocol."""
         outgoing: list[Outgoing] = []
-        for frame in self._reader.receive(data):
+        frames = self._reader.receive(data)
+        if len(frames) > MAX_FRAMES_AT_ONCE:
+            raise PeerError(f"{len(frames)} requests came at once; a peer waits for the reply before it asks again")
+        for frame in frames:
             message = TABLE.decode(frame)
             if type(message) not in LEGAL[self.state]:
                 raise PeerError(f"{type(message).__name__} is not legal in state {self.state.value}")

@@ -21,6 +21,7 @@ from cached.protocol import (
     Commit,
     Hello,
     Layout,
+    ListRequest,
     Lookup,
     Reserve,
     Settled,
@@ -31,7 +32,7 @@ from cached.protocol import (
     u32s,
     u64s,
 )
-from cached.session import Peer, Session, State
+from cached.session import MAX_FRAMES_AT_ONCE, Peer, Session, State
 from cached.tier import Tier, TierSettings
 from cached.wire import HEADER_BYTES
 
@@ -182,3 +183,11 @@ def test_an_orphan_is_refused_by_name(tier: Tier) -> None:
     [reply] = say(session, orphan)
 
     assert reply.outcomes == bytes([FIRST_REFUSAL])  # type: ignore[attr-defined]
+
+
+def test_a_peer_that_does_not_wait_for_replies_is_closed_before_it_keeps_everybody_waiting(tier: Tier) -> None:
+    """One read of 6,000 requests for lists took seconds, and a gigabyte for the replies."""
+    session = open_session(tier)
+
+    with pytest.raises(PeerError, match="at once"):
+        say(session, *[ListRequest(number, b"", -1, 0) for number in range(MAX_FRAMES_AT_ONCE + 1)])
