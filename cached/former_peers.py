@@ -35,16 +35,24 @@ class FormerPeers:
         self._forget = forget
         self._locks = locks
         self._gone = gone
-        self._watched: dict[int, int] = {}
+        self._watched: dict[int, set[int]] = {}
+        self._pidfd_of: dict[tuple[int, int], int] = {}
 
     @property
     def are_watched(self) -> bool:
         """Whether any descriptor is held for them."""
         return bool(self._watched)
 
-    def take(self, session: int, pidfd: int) -> None:
-        """Watch on, with a descriptor that is ours from now on, a process whose session has ended."""
-        self._watched[pidfd] = session
+    def take(self, session: int, pidfd: int, process: tuple[int, int]) -> None:
+        """Watch on, with a descriptor that is ours from now on, a process whose session has ended. `process` is its pid and
+        its start: one descriptor does for all of its sessions, however many it leaves behind."""
+        known = self._pidfd_of.get(process)
+        if known is not None and not has_ended(known):
+            os.close(pidfd)
+            self._watched[known].add(session)
+            return
+        self._watched[pidfd] = {session}
+        self._pidfd_of[process] = pidfd
         self._watch(pidfd, lambda _events: self._ended(pidfd))
 
     def find(self, session: int, pid: int, started: int) -> None:
@@ -57,7 +65,7 @@ class FormerPeers:
             self._gone(session)
             return
         try:
-            self.take(session, os.pidfd_open(pid))
+            self.take(session, os.pidfd_open(pid), (pid, started))
         except ProcessLookupError:
             self._gone(session)
         except OSError as error:
@@ -73,7 +81,9 @@ class FormerPeers:
 
     def keep_only(self, waiting: Container[int]) -> None:
         """Watch nobody whose session has been settled otherwise, so that a peer's reconnects cost no descriptors."""
-        for pidfd in [pidfd for pidfd, session in self._watched.items() if session not in waiting]:
+        for sessions in self._watched.values():
+            sessions -= {session for session in sessions if session not in waiting}
+        for pidfd in [pidfd for pidfd, sessions in self._watched.items() if not sessions]:
             self._unwatch(pidfd)
 
     def close(self) -> None:
@@ -82,11 +92,13 @@ class FormerPeers:
 
     def _ended(self, pidfd: int) -> None:
         if has_ended(pidfd):
-            self._gone(self._watched[pidfd])
+            for session in self._watched[pidfd]:
+                self._gone(session)
             self._unwatch(pidfd)
 
     def _unwatch(self, pidfd: int) -> None:
         del self._watched[pidfd]
+        self._pidfd_of = {process: other for process, other in self._pidfd_of.items() if other != pidfd}
         self._forget(pidfd)
         os.close(pidfd)
 

@@ -342,11 +342,12 @@ class Server:
         if number:
             log.info("peer disconnected", pid=connection.pid, session=number, quarantined=unsettled)
         pidfd, connection.pidfd = connection.pidfd, None
+        holder = connection.session.holder
         if unsettled and is_gone:
             self.tier.process_gone(number)
         elif unsettled and pidfd is not None:
             self._forget(pidfd)
-            self._former.take(number, pidfd)
+            self._former.take(number, pidfd, (holder.pid, holder.started))
             return
         elif unsettled:
             log.warning("cannot see the peer's process: what it held waits until its lock is released", session=number)

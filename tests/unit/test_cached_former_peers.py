@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,14 +56,36 @@ def test_a_process_whose_number_is_anothers_now_is_gone(loop: Loop) -> None:
     assert loop.gone == [7]
 
 
-def test_a_process_that_is_there_is_watched_until_its_session_is_settled(loop: Loop) -> None:
+def test_a_process_that_is_there_is_watched_until_its_sessions_are_settled(loop: Loop) -> None:
     loop.peers.find(7, os.getpid(), start_time_of(os.getpid()))
     loop.peers.find(8, os.getpid(), start_time_of(os.getpid()))
-    assert (loop.gone, len(loop.watched)) == ([], 2)
 
     loop.peers.keep_only({8})
+    assert (loop.gone, len(loop.watched)) == ([], 1)
 
-    assert len(loop.watched) == 1
+    loop.peers.keep_only(())
+    assert not loop.watched
+
+
+def test_a_process_costs_one_descriptor_however_many_sessions_it_leaves_and_all_end_with_it() -> None:
+    """A peer that reserved a block, hung up and came again, over and over, used up the daemon's descriptors."""
+    told: list[int] = []
+    handlers: dict[int, Callable[[int], None]] = {}
+    peers = FormerPeers(handlers.__setitem__, handlers.__delitem__, PeerLocks(Path("/nowhere")), told.append)
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        for session in range(20):
+            peers.take(session, os.pidfd_open(child.pid), (child.pid, start_time_of(child.pid)))
+        [handler] = handlers.values()
+    finally:
+        child.kill()
+        child.wait()
+
+    handler(0)
+
+    assert sorted(told) == list(range(20))
+    assert not peers.are_watched
+    assert not handlers
 
 
 def test_who_was_given_no_lock_is_not_taken_for_gone_and_who_let_go_of_it_is(loop: Loop) -> None:
