@@ -16,6 +16,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -49,6 +50,9 @@ LAST_BACKOFF_S = 1.0
 REFUSED_BACKOFF_S = 2.0
 RECEIVE_BYTES = 64 * 1024
 """Below the size from which the allocator maps and unmaps memory for every call."""
+
+MAX_DESCRIPTORS = 4
+_DESCRIPTOR = struct.Struct("i")
 
 _Reply = TypeVar("_Reply")
 
@@ -200,13 +204,19 @@ class Link:
 
     def _recv(self) -> bytes:
         assert self._sock is not None
-        if self.welcome is None:
-            data, fds, _, _ = socket.recv_fds(self._sock, RECEIVE_BYTES, 4)
-            self._fds += fds
-        else:
-            data = self._sock.recv(RECEIVE_BYTES)
+        data = self._recv_with_descriptors(self._sock) if self.welcome is None else self._sock.recv(RECEIVE_BYTES)
         if not data:
             raise ConnectionResetError
+        return data
+
+    def _recv_with_descriptors(self, sock: socket.socket) -> bytes:
+        """Descriptors end with this program: one that it starts must not hold its lock. `socket.recv_fds` passes no flags."""
+        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR.size)
+        data, ancillary, _, _ = sock.recvmsg(RECEIVE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, fds in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(fds) // _DESCRIPTOR.size * _DESCRIPTOR.size
+                self._fds += [fd for (fd,) in _DESCRIPTOR.iter_unpack(fds[:whole])]
         return data
 
     # --- The session ----------------------------------------------------------------------------------------

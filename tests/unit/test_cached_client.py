@@ -214,3 +214,18 @@ def test_the_same_payload_keeps_its_mapping_over_a_reconnect(fake: FakeDaemon) -
     assert client.payload.obj is before.obj
     assert before is not None
     assert len(before) == PAYLOAD_BYTES
+
+
+def test_what_comes_with_a_welcome_is_not_passed_on_to_other_programs(fake: FakeDaemon) -> None:
+    """A program that an engine had started held its lock, and so what it had been writing into, after its death."""
+    before = set(os.listdir("/proc/self/fd"))
+    client = TierClient(fake.path, TierHello(b"fp", 4096, 16), 1.0)
+    client.poll()
+    assert client.state == "ready"
+
+    held = [int(fd) for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")]
+    ours = [fd for fd in held if "memfd" in os.readlink(f"/proc/self/fd/{fd}")]
+
+    assert len(ours) == 2
+    assert not any(map(os.get_inheritable, ours))
+    client.close()
