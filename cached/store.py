@@ -381,6 +381,8 @@ class BlockStore:
         self.counters.lost_at_restart += len(lost)
         recent_first = sorted(kept, key=lambda pair: (-pair[1].tick, self.blocks.depth[pair[0]]))
         self._unverified.extend((slot, record.generation) for slot, record in recent_first)
+        # The former daemon may have died while owners were giving up what they have above a lowered ceiling.
+        self._above_ceiling = self.owners.above_ceiling()
         self.expire(now)
 
     def restore_quarantine(self, session: int, holder: Holder, held: Sequence[int]) -> None:
@@ -494,8 +496,10 @@ class BlockStore:
         columns = self.blocks
         if columns.deadline[slot] != deadline or columns.state[slot] not in VISIBLE:
             return True
-        family = columns.subtree(slot) if columns.drops[slot] else [slot]
-        if any(columns.leases[each] for each in family):
+        # Itself first: of a leased chain every block would go through all that descend from it.
+        if columns.leases[slot] or (
+            columns.drops[slot] and any(columns.leases[each] for each in columns.subtree(slot))
+        ):
             return False
         self.counters.expired += 1
         if columns.drops[slot]:

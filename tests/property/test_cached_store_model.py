@@ -216,14 +216,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.table = ShareTable(version, shares)
             self.shares = {share.owner: (share.floor, share.ceiling) for share in shares}
         self.store.expire(self.now)
-        gone = [n for n in self.blocks if key_of(n) not in self.store.blocks.index]
-        for number in gone:
-            block = self.blocks.pop(number)
-            assert not block.leases
-            assert block.is_visible
-        after = self.held()
-        for owner in OWNERS:
-            assert after[owner] == before[owner] or before[owner] > after[owner] >= self.ceiling(owner)
+        self.forget_what_is_above_ceilings(before)
 
     @rule(
         data=st.data(),
@@ -423,12 +416,24 @@ class StoreMachine(RuleBasedStateMachine):
         for block in self.blocks.values():
             block.state, block.leases = "unverified", set()
         self.expire()  # What was only in use until now.
+        self.forget_what_is_above_ceilings(self.held())
         for block in self.blocks.values():
             slot = self.store.blocks.index[key_of(block.number)]
             block.tick = self.store.blocks.tick[slot]
         self.tick = max([0, *(r.tick for r in records.values() if isinstance(r, StoredRecord))])
 
     # --- The model ---
+
+    def forget_what_is_above_ceilings(self, before: dict[bytes, int]) -> None:
+        """Idle blocks of owners that held more than they may are gone, and none of anybody else."""
+        gone = [n for n in self.blocks if key_of(n) not in self.store.blocks.index]
+        for number in gone:
+            block = self.blocks.pop(number)
+            assert not block.leases
+            assert block.is_visible
+        after = self.held()
+        for owner in OWNERS:
+            assert after[owner] == before[owner] or before[owner] > after[owner] >= self.ceiling(owner)
 
     def num_free(self) -> int:
         writing = len(self.reservations)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+import pytest
+
 from cached.offers import Decision, Granted, Offer, Pending, Present, Refused, Retouch
-from cached.protocol import NEVER, OwnerShare
-from cached.records import Holder, StoredRow
+from cached.protocol import NEVER, NO_PARENT, OwnerShare
+from cached.records import Holder, StoredRecord, StoredRow
 from cached.shares import ShareTable
 from cached.store import TURN_BLOCKS, BlockStore
 
@@ -353,3 +355,38 @@ def test_a_lowered_ceiling_is_reached_at_the_next_turn() -> None:
 
     assert store.owners.counts() == {X: 1}
     store.check_invariants()
+
+
+def test_a_lowered_ceiling_is_reached_though_the_daemon_is_killed_on_the_way() -> None:
+    """What was above it when the daemon died stayed so: the table was known, and each new block replaced one."""
+    rows = [
+        StoredRecord(0, 35, 0, 4096, name(label), NO_PARENT, X, NEVER, 0, 1 + at, 1) for at, label in enumerate("abc")
+    ]
+    store = BlockStore(3, 4096, NoRecords(), lease_ttl_s=10, reservation_ttl_s=30)
+    store.set_shares(ShareTable(1, (OwnerShare(X, 1.0, 0, 1),)), 0.0)
+
+    store.restore(iter(enumerate(rows)), 0.0)
+    store.publish(0, 3)
+    store.expire(0.0)
+
+    assert store.owners.counts() == {X: 1}
+    store.check_invariants()
+
+
+def test_a_leased_chain_whose_duration_has_passed_costs_one_look_at_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block went through all that descend from it: half a second for a chain of 4,000, and all peers waited."""
+    length = 2 * TURN_BLOCKS
+    store = make_store(length)
+    labels = [str(number) for number in range(length)]
+    parents = [None, *labels[:-1]]
+    put_quickly(
+        store, *(offer(one, above, deadline=5.0, drops=True) for one, above in zip(labels, parents, strict=True))
+    )
+    asked = b"".join(map(name, labels))
+    assert store.lease(ENGINE, asked, 1.0) is not None
+    walks: list[int] = []
+    monkeypatch.setattr(store.blocks, "subtree", lambda slot: walks.append(slot) or [slot])
+
+    assert store.lookup(asked, 6.0) == length
+
+    assert walks == []
