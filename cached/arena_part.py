@@ -204,7 +204,8 @@ class ArenaPart:
         fd = open_private(newborn)
         try:
             os.ftruncate(fd, 0)
-            os.write(fd, data)
+            if os.write(fd, data) < len(data):  # So a full file system answers a write that it has some room for.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             newborn.rename(self._path("owners"))
         except OSError as error:
             raise ArenaError(f"cannot keep the owners' shares in {self._directory}: {error.strerror}") from error

@@ -495,3 +495,18 @@ def test_a_payload_with_a_hole_is_allocated_piece_by_piece_again(
         pass
     assert payload.stat().st_blocks * 512 >= 2**20
     again.close(keep=True)
+
+
+def test_shares_that_do_not_fit_leave_the_former_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system with a little room takes a part of what is written and says so only in the count."""
+    arena = open_arena(tmp_path)
+    part = part_of(arena)
+    part.write_shares(b"former")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
+
+    with pytest.raises(ArenaError, match="No space left"):
+        part.write_shares(b"newer ones")
+
+    assert part.read_shares() == b"former"
+    arena.close(keep=False)
