@@ -38,6 +38,7 @@ from cached.records import (
     is_free,
     is_stored,
     pack_header,
+    pack_reserved,
     pack_rewrite,
     pack_stored,
     reserved_body,
@@ -186,7 +187,7 @@ class ArenaPart:
         slot, record = found
         at = HEADER_BYTES + slot * RECORD_BYTES
         there = self._table[at : at + RECORD_BYTES]
-        if is_stored(there[0]) and unpack(slot, there) is None:
+        if there[0] == record[0] and unpack(slot, there) is None:
             self._table[at : at + RECORD_BYTES] = record
         self._forget_rewrite()
 
@@ -346,7 +347,12 @@ class ArenaPart:
             return
         for slot, record in list(self.scan()):
             if isinstance(record, Holder):
-                self.write_reserved([slot], record)
+                # A torn one would be a free slot, into which somebody may be writing.
+                data = pack_reserved(slot, record)
+                self._table[REWRITE_AT : REWRITE_AT + REWRITE_BYTES] = pack_rewrite(slot, data)
+                at = HEADER_BYTES + slot * RECORD_BYTES
+                self._table[at : at + RECORD_BYTES] = data
+        self._forget_rewrite()
         self._is_of_this_space = True
 
     def _replace_payload(self) -> None:

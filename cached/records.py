@@ -86,14 +86,14 @@ def with_sum(slot: int, body: bytes) -> bytes:
 
 
 def pack_rewrite(slot: int, data: bytes) -> bytes:
-    """A record and the slot where it is about to be written over another one of the same block."""
+    """A record and the slot where it is about to be written over another one of the same block, or the same holder."""
     return _SLOT.pack(slot) + data
 
 
 def unpack_rewrite(data: bytes) -> tuple[int, bytes] | None:
     """The slot and the record that were about to be written; None where there are none, or their own write was torn."""
     slot, record = _SLOT.unpack_from(data)[0], data[_SLOT.size :]
-    return (slot, record) if isinstance(unpack(slot, record), StoredRecord) else None
+    return (slot, record) if unpack(slot, record) is not None else None
 
 
 def is_stored(first_byte: int) -> bool:

@@ -29,6 +29,7 @@ from cached.records import (
     StoredRecord,
     pack_header,
     pack_reserved,
+    pack_rewrite,
     pack_stored,
     unpack,
     unpack_header,
@@ -510,3 +511,21 @@ def test_shares_that_do_not_fit_leave_the_former_ones(tmp_path: Path, monkeypatc
 
     assert part.read_shares() == b"former"
     arena.close(keep=False)
+
+
+def test_a_daemon_killed_while_it_forgets_foreign_pids_frees_no_slot_that_somebody_may_write_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, forgotten = tmp_path / "arena" / "table", Holder(0, 0, HOLDER.client_id)
+    arena = open_arena(tmp_path)
+    part_of(arena).format(LAYOUT)
+    part_of(arena).write_reserved([3], HOLDER)
+    arena.close(keep=True)
+    monkeypatch.setattr("cached.machine.process_space", lambda: 77)
+    before, new, at = table.read_bytes(), pack_reserved(3, forgotten), HEADER_BYTES + 3 * RECORD_BYTES
+
+    for cut in range(0, RECORD_BYTES + 1, 4):
+        killed = bytearray(before)
+        killed[REWRITE_AT:HEADER_BYTES] = pack_rewrite(3, new)
+        killed[at : at + cut] = new[:cut]
+        assert records_of(tmp_path, killed) == {3: forgotten}
