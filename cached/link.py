@@ -280,6 +280,10 @@ class Link:
             raise TierUnavailable
         if not isinstance(message, Welcome):
             raise WireError(f"{type(message).__name__} is no answer to a hello")
+        if self._hello is not None and message.slot_bytes < self._hello.block_bytes:
+            raise WireError(
+                f"the welcome has slots of {message.slot_bytes} bytes, for blocks of {self._hello.block_bytes}"
+            )
         fds, self._fds = self._fds, []
         self._locks.keep_last_of(fds)
         self.payload.adopt(message, fds)

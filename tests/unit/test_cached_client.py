@@ -229,3 +229,11 @@ def test_what_comes_with_a_welcome_is_not_passed_on_to_other_programs(fake: Fake
     assert len(ours) == 2
     assert not any(map(os.get_inheritable, ours))
     client.close()
+
+
+def test_a_welcome_with_slots_smaller_than_a_block_is_no_welcome(fake: FakeDaemon) -> None:
+    """The last block would have been copied to beyond the payload's end."""
+    client = TierClient(fake.path, TierHello(b"fp", 4097, 16), 1.0)
+
+    assert client.poll() == "absent"
+    assert client.num_slots == 0
