@@ -112,6 +112,7 @@ class Part:
         self._last_seen = now
         self._published = 0
         self._kept_shares = unpack(files.read_shares()) or NO_TABLE
+        self._are_shares_kept = True
 
     # --- Layout ---------------------------------------------------------------------------------------------
 
@@ -216,8 +217,12 @@ class Part:
         table = read_share_table(message)
         outcome = store.set_shares(table.in_blocks(self._tier_bytes, self.files.num_slots), now)
         if outcome == "taken":
-            self._kept_shares = table
-            self.files.write_shares(pack(table))
+            self._kept_shares, self._are_shares_kept = table, False
+        if (
+            not self._are_shares_kept
+        ):  # There may have been no room when it was taken; then it comes again, and is known.
+            self.files.write_shares(pack(self._kept_shares))
+            self._are_shares_kept = True
         return outcome, store.shares.version
 
     def happened(self, after: int) -> Run:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cached.arena import Arena
-from cached.errors import PeerError
+from cached.errors import ArenaError, PeerError
 from cached.keys import self_test_vector
 from cached.protocol import (
     FIRST_REFUSAL,
@@ -24,6 +24,7 @@ from cached.protocol import (
     ListRequest,
     Lookup,
     Reserve,
+    SetOwners,
     Settled,
     Stats,
     StatsRequest,
@@ -33,6 +34,7 @@ from cached.protocol import (
     u64s,
 )
 from cached.session import MAX_FRAMES_AT_ONCE, Peer, Session, State
+from cached.shares import unpack
 from cached.tier import Tier, TierSettings
 from cached.wire import HEADER_BYTES
 
@@ -191,3 +193,26 @@ def test_a_peer_that_does_not_wait_for_replies_is_closed_before_it_keeps_everybo
 
     with pytest.raises(PeerError, match="at once"):
         say(session, *[ListRequest(number, b"", -1, 0) for number in range(MAX_FRAMES_AT_ONCE + 1)])
+
+
+def test_shares_that_could_not_be_kept_when_they_were_taken_are_kept_when_they_come_again(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time they were known, which was answered, and the next daemon had never heard of them."""
+    shares = SetOwners(3, 7, b"o" * 16, f64s([1.0]), u64s([4096]), u64s([8192]))
+    session = open_session(tier)
+    files = tier.parts[0].files
+
+    def no_room(data: bytes) -> None:
+        raise ArenaError("no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(files, "write_shares", no_room)
+        with pytest.raises(ArenaError):
+            say(session, shares)
+    [told] = say(session, shares)
+
+    assert (told.outcome, told.version) == ("known", 7)  # type: ignore[attr-defined]
+    kept = unpack(files.read_shares())
+    assert kept is not None
+    assert kept.version == 7
