@@ -80,6 +80,7 @@ class PanelLinear:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`[row, input]`, or pieces of that, contiguous, to `[row, output]`."""
+        assert rows.is_contiguous(), "the kernel reads by address"
         given = rows.numpy().reshape(self.pieces, -1, self.num_inputs // self.pieces)
         found = torch.empty((given.shape[1], self.num_outputs))
         _multiply(given, self._panels, self._bias, found.numpy(), self._block_rows, numba.get_num_threads())

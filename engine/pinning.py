@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -26,6 +26,9 @@ from engine.pin_chunks import PinChunk, pin_chunks
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 log = structlog.get_logger("engine.pinning")
+
+NOTHING_PINNED: Final[Mapping[str, int]] = {"pinned_bytes": 0, "unpinned_bytes": 0, "pin_failures": 0}
+"""The figures of an engine that pins nothing."""
 
 
 class Cudart(Protocol):
@@ -216,7 +219,7 @@ class PayloadPins:
         """Bytes by what they are, and chunks that CUDA refused."""
         pinned = self._pinned
         if pinned is None:
-            return {"pinned_bytes": 0, "unpinned_bytes": 0, "pin_failures": 0}
+            return dict(NOTHING_PINNED)
         return {
             "pinned_bytes": pinned.pinned_bytes,
             "unpinned_bytes": pinned.unpinned_bytes,

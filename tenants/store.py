@@ -50,7 +50,8 @@ def open_store(url: str, master_key_file: Path, busy_timeout_s: float = BUSY_TIM
 
     A store that exists while its master key does not is refused: a new key could open nothing in it.
     """
-    if _is_absent(master_key_file) and _has_been_made(url, busy_timeout_s):
+    # Looked for again behind the store: another process may have made both between the two looks, the key first.
+    if _is_absent(master_key_file) and _has_been_made(url, busy_timeout_s) and _is_absent(master_key_file):
         raise MasterKeyError(
             f"the master key {master_key_file} is missing, but the tenant store that needs it exists; restore the key "
             "from a backup (HALOCLINE_MASTER_KEY_FILE names its file), or move the store away and begin anew"

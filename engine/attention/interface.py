@@ -129,9 +129,11 @@ def can_compile(kernel_cache_dir: Path | None) -> bool:
         # numba fails in its own ways on machines it does not know; the plain path is slower and right.
         _log.warning("kernels cannot be compiled here, the engine is slower without them: %s", error)
         return False
-    if kernel_cache_dir is not None and _is_ours(kernel_cache_dir):
+    if kernel_cache_dir is not None:
         # numba knows a kernel by the file that it stands in, and not by those that it is built from.
-        numba.config.CACHE_DIR = str(kernel_cache_dir / _sources_digest())  # type: ignore[attr-defined]
+        directory = kernel_cache_dir / _sources_digest()
+        if _is_ours(directory):
+            numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
     return True
 
 
