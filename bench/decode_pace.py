@@ -5,7 +5,7 @@ between a stream's tokens meanwhile, and how fast the prompt is prefilled. Basel
 just before, and the same prompt with nobody beside it. The last row is a step of `max_num_tokens` whatever runs.
 
 Prediction: at a pace of p pauses become p times as long, and the prompt keeps (p − 1) ÷ p of the time, less what each of
-its many chunks costs for reading the context before it: 2.75 × and at most 66 % of its rate alone, at the default.
+its many chunks costs for reading the context before it: 2.5 × and at most 60 % of its rate alone, at the default.
 """
 
 from __future__ import annotations
