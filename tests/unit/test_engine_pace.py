@@ -69,7 +69,8 @@ def test_a_step_beside_streams_takes_as_many_times_a_step_of_decodes_as_was_set(
 
 
 def test_streams_keep_their_pace_through_a_long_prefill_and_it_keeps_its_rate() -> None:
-    """The bar of the setting's default, on the costs that were measured: pauses ≤ 3 ×, prefill ≥ 60 % of its rate alone."""
+    """At the setting's default, on the costs that were measured: pauses ≤ 3 ×, and prefill has nearly all that the pace
+    leaves it of its rate alone, (decode_pace − 1) ÷ decode_pace."""
     rates = learn(StepRates(), noise=0.1)
     rng = random.Random(2)
     times, pauses = {}, []
@@ -88,7 +89,7 @@ def test_streams_keep_their_pace_through_a_long_prefill_and_it_keeps_its_rate() 
             context += num_decodes
 
     assert sorted(pauses)[int(0.95 * len(pauses))] <= 3
-    assert times[0] / times[4] >= 0.6
+    assert times[0] / times[4] >= 0.94 * (DEFAULT_PACE - 1) / DEFAULT_PACE
 
 
 def test_nothing_was_measured_so_the_bound_holds() -> None:
