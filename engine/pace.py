@@ -20,6 +20,9 @@ LEAST_PREFILL: Final = 16
 """Tokens that prompts get in any step, whatever the pace: none of them stands still."""
 _LARGE_ENOUGH: Final = 16
 """A chunk that costs so many times what any step costs: twice as large a one would win three per cent."""
+_LEAST_ALONE: Final = 256.0
+"""Tokens of a chunk from which products are about as quick as they get: a prompt that has the engine to itself, which can
+be cancelled between two layers, gets no less."""
 _PRIOR: Final = (24.0, 1.3, 1 / 1200, 1.0, 1 / 2400, 1 / 100)
 """What to begin with, in units of a prefilled token: a small model on a CPU. Measurements put it right."""
 _GAIN: Final = 0.2
@@ -199,7 +202,8 @@ def _large_enough(rates: StepRates, outlook: Outlook) -> float:
     chunk = _LARGE_ENOUGH * fixed
     count = len(outlook.left)
     if count < 2:
-        return chunk
+        # Nobody waits but the one prompt: what a step costs anyhow may be believed too small, and its chunks with it.
+        return max(chunk, _LEAST_ALONE)
     before = total = 0
     for left in outlook.left:
         before += left
