@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 
-# A thread that is out of work waits a moment before it sleeps: a step of one decode has some three hundred parallel
-# parts with gaps of ten to fifty microseconds, and waking a sleeping thread for each costs a third of the step (40 ms
-# against 29 on two cores). Much longer waits cost more beside other busy processes than they gain (docs/performance.md).
+# A thread that is out of work waits a moment before it sleeps: a step of one decode has hundreds of parallel parts with
+# short gaps, and waking a sleeping thread for each was a quarter of the step (40 ms against 29 on two cores). Much longer waits cost more beside other busy processes than they gain (docs/performance.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # The tokenizers' thread pool warns about forks, and nothing here tokenizes in an engine.

@@ -1,9 +1,9 @@
-"""Runs the layers of the Llama family by hand on the CPU in float32: packed linears, everything else in one pass.
+"""Runs the layers of the Llama family by hand on the CPU: products over packed weights, everything else in one pass.
 
 The transformers module stays the reference and what serves every other device, data type and architecture; whether
 this path can take a model's place is decided here, once, at start. Each weight is held once, in the order in which
 its linear layer reads it (panels in float32, FBGEMM's in int8); embeddings stay mapped from their file, norms are
-float32. Attention is the same as the reference's.
+float32. Attention is `engine/attention/cpu.py`'s, which rotates and stores as well.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from engine.layer_kernels import PARALLEL_ROWS, compile_both
+from engine.linears import joined_bias
 
 ROUNDING = "int8/1"
 """What caches know these weights by; it changes with everything that changes the values that K and V come out with."""
@@ -46,7 +47,7 @@ class Int8Linear:
         self.num_outputs = sum(linear.out_features for linear in linears)
         self.pieces = 1
         self._weight = _pack([linear.weight.detach() for linear in linears])
-        self._bias = np.concatenate([_bias(linear) for linear in linears])
+        self._bias = joined_bias(linears)  # Zeros for none: one kernel less, and no difference that could be measured.
         self._call = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -61,14 +62,6 @@ class Int8Linear:
         products = self._call(split, 1.0, _ZERO_POINT, self._weight)
         (_join_many if many else _join_few)(products.numpy(), steps, self._bias, found.numpy())
         return found
-
-
-def _bias(linear: torch.nn.Linear) -> np.ndarray:
-    """Zeros for none: one kernel less, and no difference that could be measured."""
-    if linear.bias is None:
-        return np.zeros(linear.out_features, np.float32)
-    found: np.ndarray = linear.bias.detach().float().numpy()
-    return found
 
 
 def _pack(weights: Sequence[torch.Tensor]) -> Any:

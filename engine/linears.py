@@ -1,10 +1,11 @@
-"""What a linear layer of a fused model offers, however its weights are held."""
+"""What a linear layer of a fused model offers, however its weights are held, and what all kinds do alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 # Above so many products float32 adds them up in pieces, since rounding grows with their number; down projections, whose
@@ -27,6 +28,16 @@ class Linear(Protocol):
 LinearFactory = Callable[..., Linear]
 """Called with the layers, and with the number of pieces in which float32 best adds up their inputs where that is not
 one; how many it is to be, the layer that comes back says."""
+
+
+def joined_bias(linears: Sequence[torch.nn.Linear]) -> np.ndarray:
+    """The biases one after another, zeros for none."""
+    return np.concatenate(
+        [
+            np.zeros(linear.out_features, np.float32) if linear.bias is None else linear.bias.detach().float().numpy()
+            for linear in linears
+        ]
+    )
 
 
 def pieces_of(num_inputs: int) -> int:

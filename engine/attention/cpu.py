@@ -54,10 +54,8 @@ class CpuStep:
     def __init__(self, attention: CpuAttention, kv: KvMemory, batch: PackedBatch) -> None:
         tokens = kv.layout.tokens_per_block
         self._kv = kv
-        self._token_rows = kv.token_rows(torch.from_numpy(batch.slot_mapping))
         self._blocks, self._offsets = np.divmod(batch.slot_mapping, tokens)
         self._attention = attention
-        self._short: ShortRows | None = batch.short
         self._pool = kv.pool.numpy()
         self._is_short_only = not batch.spans and not batch.shared
         # The logarithm of the weight of what is in the output so far.
@@ -65,6 +63,7 @@ class CpuStep:
         self._kv_heads = kv.layout.num_kv_heads
         self._batch = batch
         self._parts: tuple[Parts, ...] | None = None
+        self._token_rows: torch.Tensor | None = None  # Where `attend` writes; fused layers store by themselves.
 
     def _planned(self, group: int) -> tuple[Parts, ...]:
         """What is attended by tiles, in turn: each shared run, then what chunks have alone. No row is twice in one."""
@@ -90,6 +89,8 @@ class CpuStep:
     ) -> torch.Tensor:
         """Writes K and V of all tokens of the step, and only then reads any: a chunk may point at blocks that another
         chunk of this step fills (kv-semantics 3.2). All tensors are `[token, head, head_dim]`."""
+        if self._token_rows is None:
+            self._token_rows = self._kv.token_rows(torch.from_numpy(self._batch.slot_mapping))
         self._kv.write(layer, self._token_rows, key, value)
         out = torch.empty(query.shape)
         self._attend(layer, query.contiguous().numpy(), scale, out)
@@ -103,9 +104,8 @@ class CpuStep:
         the step are left alone."""
         rows = projected.numpy()
         rotate_and_store(rows, *rotation, self._pool, layer, self._blocks, self._offsets)
-        if out is None:
-            return
-        self._attend(layer, rows, scale, out)
+        if out is not None:
+            self._attend(layer, rows, scale, out)
 
     def _attend(self, layer: int, queries: np.ndarray, scale: float, out: torch.Tensor) -> None:
         heads, head_dim = out.shape[1:]
@@ -127,15 +127,13 @@ class CpuStep:
                     self._weights,
                     out.numpy(),
                 )
-        self._attend_short(layer, queries, scale, out)
+        if self._batch.short is not None:
+            self._attend_short(self._batch.short, layer, queries, scale, out)
 
-    def _attend_short(self, layer: int, queries: np.ndarray, scale: float, out: torch.Tensor) -> None:
-        short = self._short
-        if short is None:
-            return
+    def _attend_short(self, short: ShortRows, layer: int, queries: np.ndarray, scale: float, out: torch.Tensor) -> None:
         heads, head_dim = out.shape[1:]
         shape = (len(short.item_row), heads, head_dim + 2)
-        kernel = segment_kernel(head_dim, heads // self._pool.shape[4])
+        kernel = segment_kernel(head_dim, heads // self._kv_heads)
         kernel(
             self._pool,
             layer,

@@ -1,7 +1,6 @@
 """Attends by gathering a sequence's blocks and calling torch: the plain path, for every device and data type.
 
-It is the reference that the quicker paths are compared with, and what serves a prefill chunk on the CPU, where
-gathering costs little beside the chunk's own work.
+It is the reference that the quicker paths are compared with, and what serves where no kernel can be compiled.
 """
 
 from __future__ import annotations
