@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import llvmlite.binding
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -18,15 +19,17 @@ from numba.extending import intrinsic
 _FEATURES: Final = llvmlite.binding.get_host_cpu_features()
 _HAS_AVX512: Final = bool(_FEATURES.get("avx512f"))
 # Of 32 registers of 16 numbers, or 16 of 8: two hold the panel, and each row of a tile takes two for its sums.
-_LANES: Final = 16 if _HAS_AVX512 else 8
-PANEL: Final = 2 * _LANES
+LANES: Final = 16 if _HAS_AVX512 else 8
+CACHE_LINE: Final = 64
+PANEL: Final = 2 * LANES
 """Outputs of a panel."""
 MOST_ROWS: Final = 12 if _HAS_AVX512 else 6
 """Rows of the largest tile: multiples of it are multiplied at the best rate."""
 
 _FLOAT, _INT, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
-_VECTOR = ir.VectorType(_FLOAT, _LANES)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_VECTOR_BYTES: Final = 4 * LANES
 
 
 def is_available() -> bool:
@@ -34,9 +37,12 @@ def is_available() -> bool:
     return _HAS_AVX512 or bool(_FEATURES.get("avx2") and _FEATURES.get("fma"))
 
 
-def _tile(num_rows: int) -> Any:
+def _tile(num_rows: int, is_scattered: bool) -> Any:
     """`out (+)= rows × panel` for so many rows. All places are addresses, all distances bytes: between rows, between a
-    row's inputs, between the panel's inputs, between rows of `out`."""
+    row's inputs, between the panel's inputs, between rows of `out`.
+
+    Of a scattered tile, rows and the panel's inputs lie anywhere: `rows` and `panel` are where their addresses stand, and
+    `panel_bytes` is added to each of the panel's."""
 
     @intrinsic  # type: ignore[misc]
     def tile(
@@ -52,7 +58,7 @@ def _tile(num_rows: int) -> Any:
         is_added: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _emit(builder, num_rows, *arguments)
+            _Tile(builder, num_rows, is_scattered).emit(*arguments)
             return context.get_dummy_value()
 
         number = types.int64
@@ -61,78 +67,127 @@ def _tile(num_rows: int) -> Any:
     return tile
 
 
-def _emit(
-    builder: Any,
-    num_rows: int,
-    rows: Any,
-    row_bytes: Any,
-    input_bytes: Any,
-    panel: Any,
-    panel_bytes: Any,
-    inputs: Any,
-    out: Any,
-    out_bytes: Any,
-    is_added: Any,
-) -> None:
-    """The loop over inputs, two sums for each row in registers; then the sums to `out`."""
-    multiply_add = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{_LANES}f32"
-    )
-    undefined, zero = ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_VECTOR, [0.0] * _LANES)
-    everywhere = ir.Constant(ir.VectorType(_INT, _LANES), [0] * _LANES)
+class _Tile:
+    """Emits the loop over inputs, two sums for each row in registers; then the sums to `out`."""
 
-    def place(base: Any, offset: Any, kind: Any) -> Any:
-        return builder.bitcast(builder.gep(base, [offset]), kind.as_pointer())
+    def __init__(self, builder: Any, num_rows: int, is_scattered: bool) -> None:
+        self._builder = builder
+        self._num_rows = num_rows
+        self._is_scattered = is_scattered
 
-    before, loop, after = builder.block, builder.append_basic_block("inputs"), builder.append_basic_block("sums")
-    row_bases = [
-        builder.inttoptr(builder.add(rows, builder.mul(row_bytes, ir.Constant(_INT64, row))), _BYTE_POINTER)
-        for row in range(num_rows)
-    ]
-    panel_base = builder.inttoptr(panel, _BYTE_POINTER)
-    builder.branch(loop)
+    def emit(
+        self,
+        rows: Any,
+        row_bytes: Any,
+        input_bytes: Any,
+        panel: Any,
+        panel_bytes: Any,
+        inputs: Any,
+        out: Any,
+        out_bytes: Any,
+        is_added: Any,
+    ) -> None:
+        builder = self._builder
+        before, loop, after = builder.block, builder.append_basic_block("inputs"), builder.append_basic_block("sums")
+        row_bases = self._row_bases(rows, row_bytes)
+        builder.branch(loop)
 
-    builder.position_at_end(loop)
-    at = builder.phi(_INT64)
-    at.add_incoming(ir.Constant(_INT64, 0), before)
-    sums = [[builder.phi(_VECTOR), builder.phi(_VECTOR)] for _ in range(num_rows)]
-    begin, input_at = builder.mul(at, panel_bytes), builder.mul(at, input_bytes)
-    weights = [
-        builder.load(place(panel_base, builder.add(begin, ir.Constant(_INT64, half * 4 * _LANES)), _VECTOR), align=4)
-        for half in range(2)
-    ]
-    added = []
-    for row in range(num_rows):
-        value = builder.load(place(row_bases[row], input_at, _FLOAT), align=4)
-        spread = builder.shuffle_vector(
-            builder.insert_element(undefined, value, ir.Constant(_INT, 0)), undefined, everywhere
+        builder.position_at_end(loop)
+        at = builder.phi(_INT64)
+        at.add_incoming(ir.Constant(_INT64, 0), before)
+        sums = [[builder.phi(_VECTOR), builder.phi(_VECTOR)] for _ in range(self._num_rows)]
+        added = self._input(sums, row_bases, builder.mul(at, input_bytes), self._panel_input(panel, panel_bytes, at))
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        for of_row, added_of_row in zip(sums, added, strict=True):
+            for total, new in zip(of_row, added_of_row, strict=True):
+                total.add_incoming(zero, before)
+                total.add_incoming(new, loop)
+        following = builder.add(at, ir.Constant(_INT64, 1))
+        at.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, inputs), loop, after)
+
+        builder.position_at_end(after)
+        with builder.if_else(is_added) as (add, put):
+            for block, is_adding in ((add, True), (put, False)):
+                with block:
+                    self._finish(added, out, out_bytes, is_adding)
+
+    def _row_bases(self, rows: Any, row_bytes: Any) -> list[Any]:
+        builder = self._builder
+        if self._is_scattered:
+            table = builder.inttoptr(rows, _INT64.as_pointer())
+            addresses = [
+                builder.load(builder.gep(table, [ir.Constant(_INT64, row)]), align=8) for row in range(self._num_rows)
+            ]
+        else:
+            addresses = [
+                builder.add(rows, builder.mul(row_bytes, ir.Constant(_INT64, row))) for row in range(self._num_rows)
+            ]
+        return [builder.inttoptr(address, _BYTE_POINTER) for address in addresses]
+
+    def _panel_input(self, panel: Any, panel_bytes: Any, at: Any) -> Any:
+        """Where the weights of one input begin."""
+        builder = self._builder
+        if self._is_scattered:
+            table = builder.inttoptr(panel, _INT64.as_pointer())
+            address = builder.add(builder.load(builder.gep(table, [at]), align=8), panel_bytes)
+            return builder.inttoptr(address, _BYTE_POINTER)
+        return builder.gep(builder.inttoptr(panel, _BYTE_POINTER), [builder.mul(at, panel_bytes)])
+
+    def _input(self, sums: list[list[Any]], row_bases: list[Any], input_at: Any, weights_at: Any) -> list[list[Any]]:
+        """The sums with one input's products added."""
+        builder = self._builder
+        multiply_add = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
         )
-        added.append([builder.call(multiply_add, [spread, weights[half], sums[row][half]]) for half in range(2)])
-        for half in range(2):
-            sums[row][half].add_incoming(zero, before)
-            sums[row][half].add_incoming(added[row][half], loop)
-    following = builder.add(at, ir.Constant(_INT64, 1))
-    at.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, inputs), loop, after)
+        undefined = ir.Constant(_VECTOR, ir.Undefined)
+        everywhere = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
+        weights = [builder.load(self._place(weights_at, half * _VECTOR_BYTES, _VECTOR), align=4) for half in range(2)]
+        added = []
+        for base, of_row in zip(row_bases, sums, strict=True):
+            value = builder.load(self._place(base, input_at, _FLOAT), align=4)
+            spread = builder.shuffle_vector(
+                builder.insert_element(undefined, value, ir.Constant(_INT, 0)), undefined, everywhere
+            )
+            added.append([builder.call(multiply_add, [spread, weights[half], of_row[half]]) for half in range(2)])
+        return added
 
-    builder.position_at_end(after)
-    with builder.if_else(is_added) as (add, put):
-        for block, is_adding in ((add, True), (put, False)):
-            with block:
-                for row in range(num_rows):
-                    first = builder.inttoptr(
-                        builder.add(out, builder.mul(out_bytes, ir.Constant(_INT64, row))), _BYTE_POINTER
-                    )
-                    for half in range(2):
-                        target = place(first, ir.Constant(_INT64, half * 4 * _LANES), _VECTOR)
-                        total = added[row][half]
-                        if is_adding:
-                            total = builder.fadd(total, builder.load(target, align=4))
-                        builder.store(total, target, align=4)
+    def _finish(self, sums: list[list[Any]], out: Any, out_bytes: Any, is_adding: bool) -> None:
+        builder = self._builder
+        for row, of_row in enumerate(sums):
+            first = builder.inttoptr(builder.add(out, builder.mul(out_bytes, ir.Constant(_INT64, row))), _BYTE_POINTER)
+            for half, total in enumerate(of_row):
+                target = self._place(first, half * _VECTOR_BYTES, _VECTOR)
+                if is_adding:
+                    total = builder.fadd(total, builder.load(target, align=4))
+                builder.store(total, target, align=4)
 
+    def _place(self, base: Any, offset: Any, kind: Any) -> Any:
+        if isinstance(offset, int):
+            offset = ir.Constant(_INT64, offset)
+        return self._builder.bitcast(self._builder.gep(base, [offset]), kind.as_pointer())
+
+
+@intrinsic  # type: ignore[misc]
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """Asks for the cache line at `address` (an int64) without waiting for it; any address may be asked for."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _INT, _INT, _INT])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        read, into_second_cache, data = (ir.Constant(_INT, number) for number in (0, 2, 1))
+        builder.call(function, [builder.inttoptr(arguments[0], _BYTE_POINTER), read, into_second_cache, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+prefetch: Any = _prefetch  # Called without the first argument, which is numba's.
 
 # Sizes between these would win a little for few row counts, and cost each first start a second of compiling.
-_tile_1, _tile_4, _tile_most = _tile(1), _tile(4), _tile(MOST_ROWS)
+_tile_1, _tile_4, _tile_most = (_tile(num_rows, is_scattered=False) for num_rows in (1, 4, MOST_ROWS))
+_scattered_1, _scattered_4, _scattered_most = (_tile(num_rows, is_scattered=True) for num_rows in (1, 4, MOST_ROWS))
+_ADDRESS_BYTES: Final = 8
 
 
 @numba.njit(nogil=True, error_model="numpy", inline="never")  # type: ignore[untyped-decorator]
@@ -158,3 +213,28 @@ def multiply_panel(
     while num_rows >= 1:
         _tile_1(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
         rows, out, num_rows = rows + row_bytes, out + out_bytes, num_rows - 1
+
+
+@numba.njit(nogil=True, error_model="numpy", inline="never")  # type: ignore[untyped-decorator]
+def multiply_scattered(
+    num_rows: Any,
+    row_addresses: Any,
+    input_bytes: Any,
+    panel_addresses: Any,
+    panel_offset: Any,
+    inputs: Any,
+    out: Any,
+    out_bytes: Any,
+    is_added: Any,
+) -> None:
+    """As `multiply_panel`, of rows and inputs of a panel that lie anywhere: tables of their addresses are given."""
+    table, unused = row_addresses, np.int64(0)
+    while num_rows >= MOST_ROWS:
+        _scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added)
+        table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
+    while num_rows >= 4:
+        _scattered_4(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added)
+        table, out, num_rows = table + 4 * _ADDRESS_BYTES, out + 4 * out_bytes, num_rows - 4
+    while num_rows >= 1:
+        _scattered_1(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added)
+        table, out, num_rows = table + _ADDRESS_BYTES, out + out_bytes, num_rows - 1

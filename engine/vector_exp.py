@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 # 2**f on [-1/2, 1/2]: ln(2)**n / n!, nudged so that the largest error is smallest.
-_COEFFICIENTS = (
+COEFFICIENTS = (
     1.5403530393381608e-4,
     1.3333558146428443e-3,
     9.618129107628477e-3,
@@ -25,7 +25,7 @@ _COEFFICIENTS = (
     6.931471805599453e-1,
     1.0,
 )
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @intrinsic  # type: ignore[misc]
@@ -54,18 +54,18 @@ def _power_of_two(typing_context: Any, exponent: Any) -> Any:
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def exp32(x: Any) -> Any:
     """e to the `x` (float32)."""
-    t = x * numba.float32(_LOG2_E)
+    t = x * numba.float32(LOG2_E)
     # NaN lies outside too: converting it to an integer is undefined, so the power of two never sees it.
     bounded = t if t >= numba.float32(-127.0) else numba.float32(-127.0)
     bounded = bounded if bounded <= numba.float32(128.0) else numba.float32(128.0)
     n: Any = _round(bounded)  # type: ignore[call-arg]
     f = bounded - n
-    p = numba.float32(_COEFFICIENTS[0])
-    p = p * f + numba.float32(_COEFFICIENTS[1])
-    p = p * f + numba.float32(_COEFFICIENTS[2])
-    p = p * f + numba.float32(_COEFFICIENTS[3])
-    p = p * f + numba.float32(_COEFFICIENTS[4])
-    p = p * f + numba.float32(_COEFFICIENTS[5])
-    p = p * f + numba.float32(_COEFFICIENTS[6])
+    p = numba.float32(COEFFICIENTS[0])
+    p = p * f + numba.float32(COEFFICIENTS[1])
+    p = p * f + numba.float32(COEFFICIENTS[2])
+    p = p * f + numba.float32(COEFFICIENTS[3])
+    p = p * f + numba.float32(COEFFICIENTS[4])
+    p = p * f + numba.float32(COEFFICIENTS[5])
+    p = p * f + numba.float32(COEFFICIENTS[6])
     found = p * _power_of_two(n)
     return found if x == x else x

@@ -142,7 +142,7 @@ def _sources_digest() -> str:
     """A name that changes with any kernel of this package."""
     package = Path(__file__).parent.parent
     texts = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
-    return hashlib.sha256(b"".join(text for text in texts if b"import numba" in text)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(text for text in texts if b"numba" in text)).hexdigest()[:16]
 
 
 def _is_ours(directory: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from engine.register_tiles import CACHE_LINE, prefetch
 from engine.vector_exp import exp32
 
 # Sums may be reordered, which is what lets LLVM use vectors. NaN and infinity keep their meaning: a broken sequence
@@ -50,6 +51,10 @@ def segment_kernel(head_dim: int, group: int) -> Any:
         heads = kv_heads * group
         num_items = item_row.shape[0]
         factor = np.float32(scale)
+        token_bytes = np.int64(kv_heads * head_dim * 4)
+        half_bytes = np.int64(tokens_per_block) * token_bytes
+        block_bytes = np.int64(pool.shape[1] * 2) * half_bytes
+        layer_at = np.int64(pool.ctypes.data) + np.int64(layer * 2) * half_bytes
 
         for item in numba.prange(num_items):
             row = item_row[item]
@@ -66,7 +71,15 @@ def segment_kernel(head_dim: int, group: int) -> Any:
                 offset = position % tokens_per_block
                 block = tables[item_table[item] + position // tokens_per_block]
                 count = min(tokens_per_block - offset, item_last[item] - position)
+                # Blocks lie anywhere, and reading the next one begins only when it is asked for. So values are asked for
+                # while keys are looked at, and the next keys while values are.
+                values_at = layer_at + block * block_bytes + half_bytes + offset * token_bytes
+                next_at = values_at
+                if position + count < item_last[item]:
+                    next_at = layer_at + tables[item_table[item] + (position + count) // tokens_per_block] * block_bytes
                 for t in range(count):
+                    for line in range(0, token_bytes, CACHE_LINE):
+                        prefetch(values_at + t * token_bytes + line)
                     for kv_head in range(kv_heads):
                         key = pool[block, layer, 0, offset + t, kv_head]
                         for g in range(group):
@@ -99,6 +112,9 @@ def segment_kernel(head_dim: int, group: int) -> Any:
                 fours = count - count % 4
                 for kv_head in range(kv_heads):
                     for t in range(0, fours, 4):
+                        for ahead in range(t, t + 4):
+                            for line in range(0, head_dim * 4, CACHE_LINE):
+                                prefetch(next_at + ahead * token_bytes + kv_head * head_dim * 4 + line)
                         value_0 = pool[block, layer, 1, offset + t, kv_head]
                         value_1 = pool[block, layer, 1, offset + t + 1, kv_head]
                         value_2 = pool[block, layer, 1, offset + t + 2, kv_head]

@@ -19,11 +19,13 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.register_tiles import PANEL, multiply_panel
+from engine.attention.panel_softmax import soften
+from engine.register_tiles import CACHE_LINE, MOST_ROWS, PANEL, multiply_scattered, prefetch
 from engine.vector_exp import exp32
 
-# Keys between two looks at the maximum: enough to forget what that costs, few enough for the first cache.
-_ROUND: Final = 64
+# Keys between two looks at the maximum: enough to forget what that costs, few enough for the first cache, whole tiles.
+_ROUND: Final = 72
+_FEW_PANELS: Final = 8
 _FASTMATH = {"contract", "nsz", "arcp", "afn"}
 _TASK_FIELDS: Final = 6
 
@@ -109,8 +111,12 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
             highest = np.empty(PANEL, np.float32)
             total = np.empty(PANEL, np.float32)
             seen_until = np.empty(PANEL, np.int64)
-            base = np.empty(PANEL, np.float32)
             shrink = np.empty(PANEL, np.float32)
+            # Where things lie that are multiplied: numbers of the queries, keys and values of a round, weights of a query.
+            asks_at = np.empty(head_dim, np.int64)
+            keys_at = np.empty((2, _ROUND), np.int64)
+            values_at = np.empty(_ROUND, np.int64)
+            weights_at = np.empty(PANEL, np.int64)
             # By loops: whole arrays at once would be parallel parts of their own to numba, and take seconds to compile.
             for q in range(PANEL):
                 highest[q] = -np.inf
@@ -129,90 +135,94 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
                 seen_until[q] = ends[of_part]
                 soonest, latest = min(soonest, ends[of_part]), max(latest, ends[of_part])
             head_at = pool_at + (layer * 2 * tokens_per_block * kv_heads + kv_head) * head_dim * 4
-            scores_at, sums_at = np.int64(scores.ctypes.data), np.int64(sums.ctypes.data)
+            for d in range(head_dim):
+                asks_at[d] = np.int64(asks.ctypes.data) + d * PANEL * 4
+            for q in range(PANEL):
+                weights_at[q] = np.int64(scores.ctypes.data) + q * 4
+            # Few queries wait for memory: for them, what a round reads is asked for one round before.
+            is_asked_for = num_rows * group <= _FEW_PANELS * PANEL
 
-            key = first_key
+            key, following, turn = first_key, first_key, 0
             while key < latest:
+                # The places of the next keys, and before the first round those of the first.
+                while following <= min(key + _ROUND, latest - 1):
+                    of_round = keys_at[(turn + 1) % 2 if following > key else turn % 2]
+                    num_following = min(_ROUND, latest - following)
+                    done, block, offset = 0, following // tokens_per_block, following % tokens_per_block
+                    while done < num_following:
+                        here = min(tokens_per_block - offset, num_following - done)
+                        at = head_at + tables[table_begin + block] * block_bytes + offset * token_bytes
+                        for t in range(here):
+                            of_round[done + t] = at + t * token_bytes
+                        done, block, offset = done + here, block + 1, 0
+                    following += num_following
                 num_keys = min(_ROUND, latest - key)
-                done = np.int64(0)
+                for t in range(num_keys):
+                    values_at[t] = keys_at[turn % 2, t] + tokens_per_block * token_bytes
+                asks_at[0] = np.int64(asks.ctypes.data)
+                num_asked = min(_ROUND, following - key - num_keys) if is_asked_for else 0
+                of_next = keys_at[(turn + 1) % 2]
+                done = 0
                 while done < num_keys:
-                    offset = (key + done) % tokens_per_block
-                    block = tables[table_begin + (key + done) // tokens_per_block]
-                    here = min(tokens_per_block - offset, num_keys - done)
-                    multiply_panel(
+                    here = min(MOST_ROWS, num_keys - done)
+                    for t in range(done, min(done + here, num_asked)):
+                        for line in range(0, head_dim * 4, CACHE_LINE):
+                            prefetch(of_next[t] + line)
+                    # Places are named here, and not by addresses taken before: numba frees an array behind its last
+                    # mention.
+                    multiply_scattered(
                         here,
-                        head_at + block * block_bytes + offset * token_bytes,
-                        token_bytes,
+                        np.int64(keys_at.ctypes.data) + (turn % 2 * _ROUND + done) * 8,
                         np.int64(4),
-                        # Named here, and not by an address taken before: numba frees an array behind its last mention.
-                        np.int64(asks.ctypes.data),
-                        np.int64(PANEL * 4),
+                        np.int64(asks_at.ctypes.data),
+                        np.int64(0),
                         np.int64(head_dim),
-                        scores_at + done * PANEL * 4,
+                        np.int64(scores.ctypes.data) + done * PANEL * 4,
                         np.int64(PANEL * 4),
                         False,
                     )
                     done += here
                 if key + num_keys > soonest:
-                    for t in range(num_keys):
+                    for t in range(max(np.int64(0), soonest - key), num_keys):
                         of_key = scores[t]
                         for q in range(PANEL):
                             if key + t >= seen_until[q]:
                                 of_key[q] = -np.inf
-                for q in range(PANEL):
-                    base[q] = highest[q]
-                for t in range(num_keys):
-                    of_key = scores[t]
-                    for q in range(PANEL):
-                        # Written so that NaN wins, and stays.
-                        if not of_key[q] <= base[q]:
-                            base[q] = of_key[q]
-                for q in range(PANEL):
-                    before = highest[q]
-                    highest[q] = base[q]
-                    # Where nothing was seen yet, any number does; of the infinite there is no difference.
-                    if base[q] == -np.inf:
-                        base[q] = np.float32(0.0)
-                    shrink[q] = exp32(before - base[q])
-                    total[q] *= shrink[q]
-                for t in range(num_keys):
-                    of_key = scores[t]
-                    for q in range(PANEL):
-                        weight = exp32(of_key[q] - base[q])
-                        of_key[q] = weight
-                        total[q] += weight
+                soften(
+                    np.int64(scores.ctypes.data),
+                    num_keys,
+                    np.int64(highest.ctypes.data),
+                    np.int64(total.ctypes.data),
+                    np.int64(shrink.ctypes.data),
+                )
                 for q in range(count):
                     if shrink[q] != np.float32(1.0):
                         of_query = sums[q]
                         for d in range(head_dim):
                             of_query[d] *= shrink[q]
-                done = np.int64(0)
-                while done < num_keys:
-                    offset = (key + done) % tokens_per_block
-                    block = tables[table_begin + (key + done) // tokens_per_block]
-                    here = min(tokens_per_block - offset, num_keys - done)
-                    values_at = head_at + block * block_bytes + (tokens_per_block + offset) * token_bytes
-                    for panel in range(num_panels):
-                        multiply_panel(
-                            count,
-                            scores_at + done * PANEL * 4,
-                            np.int64(4),
-                            np.int64(PANEL * 4),
-                            values_at + panel * PANEL * 4,
-                            token_bytes,
-                            here,
-                            sums_at + panel * PANEL * 4,
-                            np.int64(head_dim * 4),
-                            True,
-                        )
-                    if rest < head_dim:
-                        for t in range(here):
-                            values = pool[block, layer, 1, offset + t, kv_head]
-                            for q in range(count):
-                                for d in range(rest, head_dim):
-                                    sums[q, d] += scores[done + t, q] * values[d]
-                    done += here
-                key += num_keys
+                for panel in range(num_panels):
+                    for t in range(panel, num_asked, num_panels):
+                        for line in range(0, head_dim * 4, CACHE_LINE):
+                            prefetch(of_next[t] + tokens_per_block * token_bytes + line)
+                    multiply_scattered(
+                        count,
+                        np.int64(weights_at.ctypes.data),
+                        np.int64(PANEL * 4),
+                        np.int64(values_at.ctypes.data),
+                        panel * PANEL * 4,
+                        num_keys,
+                        np.int64(sums.ctypes.data) + panel * PANEL * 4,
+                        np.int64(head_dim * 4),
+                        True,
+                    )
+                if rest < head_dim:
+                    for t in range(num_keys):
+                        block, offset = (key + t) // tokens_per_block, (key + t) % tokens_per_block
+                        values = pool[tables[table_begin + block], layer, 1, offset, kv_head]
+                        for q in range(count):
+                            for d in range(rest, head_dim):
+                                sums[q, d] += scores[t, q] * values[d]
+                key, turn = key + num_keys, turn + 1
 
             for q in range(count):
                 if seen_until[q] <= first_key:

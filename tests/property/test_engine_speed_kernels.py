@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import panel_linear
+from engine.attention.panel_softmax import soften
 from engine.layer_kernels import PARALLEL_ROWS, add_normalise, gate, normalise, normalise_heads, rotate_and_store
 from engine.linears import pieces_of
 from engine.panel_linear import PanelLinear
+from engine.register_tiles import PANEL
 from engine.vector_exp import exp32
 
 PANELS = partial(PanelLinear, panel_linear.WeightMemory())
@@ -52,6 +54,49 @@ def test_the_exponential_of_what_is_not_finite() -> None:
     _exponentials(given_, found)
 
     np.testing.assert_array_equal(found, [np.nan, np.inf, 0, np.inf, 0, 1, 1])
+
+
+@numba.njit
+def _soften(scores: np.ndarray, highest: np.ndarray, total: np.ndarray, shrink: np.ndarray) -> None:
+    soften(scores.ctypes.data, len(scores), highest.ctypes.data, total.ctypes.data, shrink.ctypes.data)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rounds=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    scale=st.sampled_from((0.1, 3.0, 60.0)),
+    unseen=st.floats(0, 1),
+    seed=SEEDS,
+)
+def test_a_softmax_round_by_round_is_that_of_all_keys_at_once(
+    rounds: list[int], scale: float, unseen: float, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    highest, total = np.full(PANEL, -np.inf, np.float32), np.zeros(PANEL, np.float32)
+    shrink, so_far, seen = np.full(PANEL, np.nan, np.float32), np.zeros(PANEL), []
+    for num_keys in rounds:
+        scores = (random.standard_normal((num_keys, PANEL)) * scale).astype(np.float32)
+        scores[random.random(scores.shape) < unseen] = -np.inf
+        seen.append(scores.copy())
+        _soften(scores, highest, total, shrink)
+        so_far = so_far * shrink + scores.sum(axis=0)
+
+    whole = np.concatenate(seen).astype(np.float64)
+    most = whole.max(axis=0)
+    np.testing.assert_array_equal(highest, most)
+    wanted = np.exp(whole - np.where(np.isneginf(most), 0, most)).sum(axis=0)
+    np.testing.assert_allclose(total, wanted, rtol=1e-4)
+    np.testing.assert_allclose(so_far, wanted, rtol=1e-4)
+
+
+def test_a_softmax_keeps_what_is_not_a_number_to_its_query() -> None:
+    scores = np.zeros((3, PANEL), np.float32)
+    scores[1, 5] = np.nan
+    highest, total = np.full(PANEL, -np.inf, np.float32), np.zeros(PANEL, np.float32)
+
+    _soften(scores, highest, total, np.empty(PANEL, np.float32))
+
+    assert np.flatnonzero(np.isnan(total)).tolist() == [5]
 
 
 @settings(max_examples=30, deadline=None)
