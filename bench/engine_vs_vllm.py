@@ -5,13 +5,14 @@ machine does meets both. vLLM is started from an environment of its own (`--vllm
 says for this many cores. One JSON line per figure; the last line sums up.
 
 Prediction: prefill is bound by products (2 FLOP a parameter outside the embeddings and token), a decode step by reading
-every weight once; `floor` measures both rates on this machine, and each figure says what share of it was reached.
+every weight once; `floor` measures both rates on this machine in each round, and figures say what share was reached.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import openai
-
 from bench.report import finish, median
 from bench.serving import FIRST_UNIQUE_ID, Prompts
 from tests.support.stack import Stack
 
 PREFIX, USER, DECODE = 1000, 20, 64
+REST_S = 30.0
 MIB = 2**20
 INT8 = "decode_1_int8_tokens_per_s"
 
@@ -45,7 +46,8 @@ class Server:
     """One of the two, as a client sees it."""
 
     name: str
-    sdk: openai.OpenAI
+    port: int
+    key: str
     ready_s: float
     pids: Callable[[], list[int]]
     figures: dict[str, list[float]] = field(default_factory=dict)
@@ -58,8 +60,7 @@ def main() -> None:
     arguments = _arguments()
     # Whoever ends this early ends both servers.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    floor = _floor(arguments.model)
-    print(json.dumps({"figure": "floor", **floor}), flush=True)
+    floors: list[dict[str, float]] = []
     # Once before: a machine compiles the kernels of a version at its first start and keeps them, as vLLM's wheel has its own.
     with _ours(arguments.model):
         pass
@@ -67,22 +68,28 @@ def main() -> None:
         # At rest: our pool's pages are touched when first written, theirs are taken as touched (which favours them).
         memory = {ours.name: _memory(ours.pids()), theirs.name: _memory(theirs.pids()) - arguments.pool_bytes}
         for seed, server in enumerate((ours, theirs)):
+            _wait_for_rest((ours, theirs))
             _measure(server, Prompts(arguments.model, seed=100 + seed), base=40_000 + 3000 * seed)
             server.figures.clear()
         if rounded is not None:
             _decode_alone(rounded, Prompts(arguments.model, seed=102))
         for turn in range(arguments.rounds):
+            _wait_for_rest((ours, theirs))
+            floors.append(_floor(arguments.model))
+            print(json.dumps({"figure": "floor", **floors[-1]}), flush=True)
             for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
+                _wait_for_rest((ours, theirs))
                 # The same prompts for both, new ones in each round.
                 _measure(server, Prompts(arguments.model, seed=turn), base=FIRST_UNIQUE_ID + 500 * turn)
             if rounded is not None:
+                _wait_for_rest((ours, theirs))
                 ours.note(INT8, _decode_alone(rounded, Prompts(arguments.model, seed=turn)))
         theirs.figures[INT8] = theirs.figures["decode_1_tokens_per_s"]
         for server in (ours, theirs):
             server.note("memory_without_kv_bytes", memory[server.name])
             server.note("memory_after_bytes", _memory(server.pids()))
             server.note("ready_s", server.ready_s)
-    _report(arguments, ours, theirs, floor)
+    _report(arguments, ours, theirs, floors)
 
 
 def _arguments() -> argparse.Namespace:
@@ -122,23 +129,42 @@ def _measure(server: Server, prompts: Prompts, base: int) -> None:
 
 
 def _stream(server: Server, prompt: list[int], max_tokens: int) -> tuple[float, list[float], int]:
-    """Seconds to the first token, the times of all chunks since the start, and how many tokens came."""
-    began = time.perf_counter()
+    """Seconds to the first token, the times of all chunks since the start, and how many tokens came.
+
+    What comes is looked into when all has come: on a machine of two cores a client that parses meanwhile takes from the
+    servers what it measures, and most from the quicker one.
+    """
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+    with contextlib.closing(connection):
+        began = time.perf_counter()
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body),
+            {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"},
+        )
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"{server.name} answered {answer.status}: {answer.read(2000)!r}")
+        lines = [(time.perf_counter() - began, line) for line in answer if line.startswith(b"data: ")]
     times, count = [], 0
-    stream = server.sdk.completions.create(
-        model="demo",
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    for chunk in stream:
-        if chunk.choices and (chunk.choices[0].text or chunk.choices[0].finish_reason):
-            times.append(time.perf_counter() - began)
-        if chunk.usage is not None:
-            count = chunk.usage.completion_tokens
+    for at, line in lines[:-1]:
+        chunk = json.loads(line.removeprefix(b"data: "))
+        if chunk.get("error"):
+            raise RuntimeError(f"{server.name}: {chunk['error']}")
+        if chunk["choices"] and (chunk["choices"][0]["text"] or chunk["choices"][0]["finish_reason"]):
+            times.append(at)
+        if chunk.get("usage"):
+            count = chunk["usage"]["completion_tokens"]
     return times[0], times, count
 
 
@@ -214,8 +240,9 @@ def _ours(model: Path, pool_bytes: int = 2048 * MIB, quantization: str = "none")
     settings = {"engine_device_cache_size": pool_bytes, "engine_quantization": quantization}
     with Stack.start(model, cached_host_cache_size=64 * MIB, **settings) as stack:
         ready_s = time.perf_counter() - began
-        sdk = openai.OpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=600)
-        yield Server("halocline", sdk, ready_s, lambda: [stack.pid, *_descendants(stack.pid)])
+        port = urllib.parse.urlsplit(stack.base_url).port
+        assert port is not None
+        yield Server("halocline", port, stack.key, ready_s, lambda: [stack.pid, *_descendants(stack.pid)])
 
 
 @contextlib.contextmanager
@@ -255,8 +282,7 @@ def _vllm(arguments: argparse.Namespace) -> Iterator[Server]:
                     raise RuntimeError("vLLM did not get ready:\n" + said.read().decode(errors="replace")[-4000:])
                 time.sleep(0.25)
             ready_s = time.perf_counter() - began
-            sdk = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
-            yield Server("vllm", sdk, ready_s, lambda: [process.pid, *_descendants(process.pid)])
+            yield Server("vllm", port, "none", ready_s, lambda: [process.pid, *_descendants(process.pid)])
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -297,6 +323,30 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
+def _wait_for_rest(servers: tuple[Server, ...]) -> None:
+    """Until no server works: vLLM's worker keeps one core busy for a second behind its last request, and would take it
+    from whoever is measured next."""
+    pids = [pid for server in servers for pid in server.pids()]
+    until = time.perf_counter() + REST_S
+    before = _cpu_s(pids)
+    while time.perf_counter() < until:
+        time.sleep(0.5)
+        after = _cpu_s(pids)
+        if after - before < 0.05:
+            return
+        before = after
+    raise RuntimeError(f"the servers are still busy {REST_S} s after their last request")
+
+
+def _cpu_s(pids: list[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _memory(pids: list[int]) -> int:
     """Bytes resident, what is shared counted once between its users."""
     total = 0
@@ -324,7 +374,7 @@ BARS: list[tuple[str, float, bool]] = [
 ]
 
 
-def _report(arguments: argparse.Namespace, ours: Server, theirs: Server, floor: dict[str, float]) -> None:
+def _report(arguments: argparse.Namespace, ours: Server, theirs: Server, floors: list[dict[str, float]]) -> None:
     rows: list[dict[str, Any]] = []
     for figure, bar, more_is_better in BARS:
         if figure == INT8 and not arguments.int8:
@@ -343,9 +393,11 @@ def _report(arguments: argparse.Namespace, ours: Server, theirs: Server, floor: 
             "all": {one.name: [round(value, 4) for value in one.figures[figure]] for one in (ours, theirs)},
         }
         if figure == "ttft_cold_s":
-            row["share_of_floor"] = round(PREFIX / mine / floor["prefill_tokens_per_s"], 3)
+            row["share_of_floor"] = _share(
+                [PREFIX / one for one in ours.figures[figure]], floors, "prefill_tokens_per_s"
+            )
         elif figure == "decode_1_tokens_per_s":
-            row["share_of_floor"] = round(mine / floor["decode_1_tokens_per_s"], 3)
+            row["share_of_floor"] = _share(ours.figures[figure], floors, figure)
         print(json.dumps(row), flush=True)
         rows.append(row)
     worst = min(rows, key=lambda row: row["holds"])
@@ -360,10 +412,15 @@ def _report(arguments: argparse.Namespace, ours: Server, theirs: Server, floor: 
         config={"rounds": arguments.rounds, "vllm_block": arguments.vllm_block, "pool_bytes": arguments.pool_bytes},
         details={
             "figures": rows,
-            "floor": floor,
+            "floor_by_round": floors,
             "memory_after_bytes": {one.name: one.figures["memory_after_bytes"] for one in (ours, theirs)},
         },
     )
+
+
+def _share(rates: list[float], floors: list[dict[str, float]], name: str) -> float:
+    """The median share of what the machine had in the same round: its memory may be twice as fast a minute later."""
+    return round(median([rate / floor[name] for rate, floor in zip(rates, floors, strict=True)]), 3)
 
 
 if __name__ == "__main__":

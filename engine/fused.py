@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,8 @@ from engine.layer_kernels import add_normalise, gate, normalise, normalise_heads
 from engine.linears import Linear, LinearFactory, pieces_of
 from engine.model import LoadedModel
 from engine.model_files import ModelFiles
-from engine.panel_linear import PanelLinear, WeightMemory
+from engine.panel_block import between_attentions
+from engine.panel_linear import Held, PanelLinear, WeightMemory
 
 FAMILY: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -41,6 +43,7 @@ class _Layer:
     mlp_norm: np.ndarray
     gate_up: Linear
     mlp_down: Linear
+    held: tuple[Held, Held, Held] | None  # Of the last three, where they are panels.
 
 
 def fuse(model: LoadedModel, linear: LinearFactory | None = None) -> FusedModel | None:
@@ -94,37 +97,55 @@ class FusedModel:
         rotation = self._rotation(batch, residual)
         normalise(hidden.residual_array, self._layers[0].input_norm, self._epsilon, hidden.normed_array)
 
+        projected = self._layers[0].qkv(hidden.normed)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            projected = layer.qkv(hidden.normed).view(-1, self._heads + 2 * self._kv_heads, self.shape.head_dim)
+            heads = projected.view(-1, self._heads + 2 * self._kv_heads, self.shape.head_dim)
             if layer.norms_on_heads is not None:
                 of_query, of_key = layer.norms_on_heads
-                normalise_heads(projected.numpy(), of_query, self._epsilon, 0, self._heads)
-                normalise_heads(projected.numpy(), of_key, self._epsilon, self._heads, self._kv_heads)
+                normalise_heads(heads.numpy(), of_query, self._epsilon, 0, self._heads)
+                normalise_heads(heads.numpy(), of_key, self._epsilon, self._heads, self._kv_heads)
             if index < last:
-                context.attend_projected(index, projected, rotation, self._scale, hidden.attended)
-                self._finish_layer(layer, hidden, self._layers[index + 1].input_norm)
+                context.attend_projected(index, heads, rotation, self._scale, hidden.attended)
+                following = self._layers[index + 1]
+                projected = self._go_on(layer, hidden, following.input_norm, following.qkv)
                 continue
             # Nothing reads what the last layer makes of tokens after which none is sampled.
             wanted = torch.from_numpy(batch.logit_rows)
             is_read = len(wanted) > 0
-            context.attend_projected(index, projected, rotation, self._scale, hidden.attended if is_read else None)
+            context.attend_projected(index, heads, rotation, self._scale, hidden.attended if is_read else None)
             if not is_read:
                 return torch.empty((0, self.shape.vocab_size))
             if len(wanted) < rows:
                 attended = hidden.attended[wanted]
                 hidden = self._arrays(hidden.residual[wanted])
                 hidden.attended.copy_(attended)
-            self._finish_layer(layer, hidden, self._final_norm)
-        return self._head(hidden.normed)
+        return self._go_on(layer, hidden, self._final_norm, self._head)
 
-    def _finish_layer(self, layer: _Layer, hidden: _Hidden, next_norm: np.ndarray) -> None:
-        """All of a layer behind its attention, and the norm that stands before whatever comes next."""
+    def _go_on(self, layer: _Layer, hidden: _Hidden, next_norm: np.ndarray, following: Linear) -> torch.Tensor:
+        """All of a layer behind its attention, the norm before whatever comes next, and the first product of that."""
+        if layer.held is not None and isinstance(following, PanelLinear):
+            found = torch.empty((len(hidden.residual), following.num_outputs))
+            attention_out, gate_up, mlp_down = layer.held
+            between_attentions(
+                *hidden.of_kernel,
+                found.numpy(),
+                attention_out,
+                gate_up,
+                mlp_down,
+                following.held,
+                layer.mlp_norm,
+                next_norm,
+                np.float32(self._epsilon),
+                numba.get_num_threads(),
+            )
+            return found
         delta = layer.attention_out(hidden.attended_rows)
         add_normalise(hidden.residual_array, delta.numpy(), layer.mlp_norm, self._epsilon, hidden.normed_array)
         gate(layer.gate_up(hidden.normed).numpy(), hidden.gated_array)
         delta = layer.mlp_down(hidden.gated)
         add_normalise(hidden.residual_array, delta.numpy(), next_norm, self._epsilon, hidden.normed_array)
+        return following(hidden.normed)
 
     def _arrays(self, residual: torch.Tensor) -> _Hidden:
         """What goes from layer to layer."""
@@ -133,15 +154,25 @@ class FusedModel:
         attended = torch.empty((rows, self._heads, self.shape.head_dim))
         normed = torch.empty_like(residual)
         gated = torch.empty((down.pieces, rows, down.num_inputs // down.pieces))
+        attended_rows = attended.view(rows, -1)
+        residual_array, normed_array, gated_array = residual.numpy(), normed.numpy(), gated.numpy()
         return _Hidden(
             residual,
             normed,
             attended,
-            attended.view(rows, -1),
+            attended_rows,
             gated,
-            residual.numpy(),
-            normed.numpy(),
-            gated.numpy(),
+            residual_array,
+            normed_array,
+            gated_array,
+            (
+                attended_rows.numpy()[np.newaxis],
+                residual_array,
+                normed_array[np.newaxis],
+                gated_array,
+                np.empty_like(residual_array),
+                np.empty((rows, 2 * down.num_inputs), np.float32),
+            ),
         )
 
     def _rotation(self, batch: PackedBatch, like: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -163,6 +194,7 @@ class _Hidden:
     residual_array: np.ndarray
     normed_array: np.ndarray
     gated_array: np.ndarray
+    of_kernel: tuple[Any, ...]  # As `between_attentions` is given them.
 
 
 def _pack_layer(layer: Any, linear: LinearFactory) -> _Layer:
@@ -170,14 +202,24 @@ def _pack_layer(layer: Any, linear: LinearFactory) -> _Layer:
     norms = None
     if hasattr(attention, "q_norm"):
         norms = (_owned(attention.q_norm.weight), _owned(attention.k_norm.weight))
+    attention_out, gate_up = linear([attention.o_proj]), linear([mlp.gate_proj, mlp.up_proj])
+    mlp_down = linear([mlp.down_proj], pieces_of(mlp.down_proj.in_features))
+    held = None
+    if (
+        isinstance(attention_out, PanelLinear)
+        and isinstance(gate_up, PanelLinear)
+        and isinstance(mlp_down, PanelLinear)
+    ):
+        held = (attention_out.held, gate_up.held, mlp_down.held)
     return _Layer(
         input_norm=_owned(layer.input_layernorm.weight),
         qkv=linear([attention.q_proj, attention.k_proj, attention.v_proj]),
         norms_on_heads=norms,
-        attention_out=linear([attention.o_proj]),
+        attention_out=attention_out,
         mlp_norm=_owned(layer.post_attention_layernorm.weight),
-        gate_up=linear([mlp.gate_proj, mlp.up_proj]),
-        mlp_down=linear([mlp.down_proj], pieces_of(mlp.down_proj.in_features)),
+        gate_up=gate_up,
+        mlp_down=mlp_down,
+        held=held,
     )
 
 

@@ -29,6 +29,9 @@ _BLOCK_BYTES: Final = 512 * 1024
 _HUGE_PAGE: Final = 2 * 2**20
 _CHUNK_BYTES: Final = 64 * 2**20
 
+Held = tuple[np.ndarray, np.ndarray, int]
+"""Weights as `multiply` is given them: panels, bias (empty: none), rows in a block."""
+
 
 class WeightMemory:
     """Memory for weights in pages as large as the system gives them: with small ones one core was measured to read 21 GB/s
@@ -68,23 +71,24 @@ class PanelLinear:
         self.num_outputs = sum(linear.out_features for linear in linears)
         self.pieces = pieces
         num_panels = -(-self.num_outputs // PANEL)
-        self._panels = memory.array(num_panels, self.num_inputs, PANEL)
+        panels = memory.array(num_panels, self.num_inputs, PANEL)
         begin = 0
         for linear in linears:
-            _put(linear.weight.detach().numpy(), begin, self._panels)
+            _put(linear.weight.detach().numpy(), begin, panels)
             begin += linear.out_features
-        self._bias = np.empty(0, np.float32)
+        bias: np.ndarray = np.empty(0, np.float32)
         if any(linear.bias is not None for linear in linears):
-            self._bias = joined_bias(linears)
+            bias = joined_bias(linears)
         piece_bytes = 4 * self.num_inputs // pieces
-        self._block_rows = max(1, _BLOCK_BYTES // piece_bytes // MOST_ROWS) * MOST_ROWS
+        block_rows = max(1, _BLOCK_BYTES // piece_bytes // MOST_ROWS) * MOST_ROWS
+        self.held: Held = (panels, bias, block_rows)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`[row, input]`, or pieces of that, contiguous, to `[row, output]`."""
         assert rows.is_contiguous(), "the kernel reads by address"
         given = rows.numpy().reshape(self.pieces, -1, self.num_inputs // self.pieces)
         found = torch.empty((given.shape[1], self.num_outputs))
-        _multiply(given, self._panels, self._bias, found.numpy(), self._block_rows, numba.get_num_threads())
+        multiply(given, *self.held, found.numpy(), numba.get_num_threads())
         return found
 
 
@@ -99,14 +103,15 @@ def _put(weight: np.ndarray, begin: int, panels: np.ndarray) -> None:
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _multiply(
+def multiply(
     rows: Any,  # float32 [piece, row, input of a piece]
     panels: Any,  # float32 [panel, input, output of the panel]
     bias: Any,  # float32 [output], or empty
-    out: Any,  # float32 [row, output]
     block_rows: int,
+    out: Any,  # float32 [row, output]
     num_threads: int,
 ) -> None:
+    """The product of all rows and all panels, into `out`."""
     pieces, num_rows, inputs = rows.shape
     num_panels = panels.shape[0]
     num_outputs = out.shape[1]

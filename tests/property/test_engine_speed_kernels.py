@@ -18,6 +18,7 @@ from engine import panel_linear
 from engine.attention.panel_softmax import soften
 from engine.layer_kernels import PARALLEL_ROWS, add_normalise, gate, normalise, normalise_heads, rotate_and_store
 from engine.linears import pieces_of
+from engine.panel_block import between_attentions
 from engine.panel_linear import PanelLinear
 from engine.register_tiles import PANEL
 from engine.vector_exp import exp32
@@ -241,3 +242,42 @@ def _random(random: np.random.Generator, *shape: int) -> np.ndarray:
 def _norm(rows: np.ndarray, weight: np.ndarray, epsilon: float = 1e-5) -> np.ndarray:
     exact = rows.astype(np.float64)
     return exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + epsilon) * weight
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=ROWS, pieces=st.sampled_from((1, 2)), has_bias=st.booleans(), seed=SEEDS)
+def test_what_lies_between_two_attentions_is_its_parts_one_after_another(
+    rows: int, pieces: int, has_bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    hidden, heads, width, output = 48, 64, 72, 96
+    sizes = ((heads, hidden), (hidden, 2 * width), (width, hidden), (hidden, output))
+    products = [
+        PANELS([torch.nn.Linear(num_inputs, num_outputs, bias=has_bias)], pieces if num_inputs == width else 1)
+        for num_inputs, num_outputs in sizes
+    ]
+    attention_out, gate_up, mlp_down, following = products
+    mlp_norm, next_norm = (torch.rand(hidden).numpy() for _ in range(2))
+    attended, residual = torch.randn(rows, heads), torch.randn(rows, hidden)
+    expected = residual.numpy().copy()
+    normed, gated = torch.empty(rows, hidden), torch.empty(pieces, rows, width // pieces)
+    add_normalise(expected, attention_out(attended).numpy(), mlp_norm, 1e-5, normed.numpy())
+    gate(gate_up(normed).numpy(), gated.numpy())
+    add_normalise(expected, mlp_down(gated).numpy(), next_norm, 1e-5, normed.numpy())
+    poison = [np.full(shape, np.nan, np.float32) for shape in ((rows, hidden), (rows, 2 * width), (rows, output))]
+
+    between_attentions(
+        attended.numpy()[np.newaxis],
+        residual.numpy(),
+        np.full((1, rows, hidden), np.nan, np.float32),
+        np.full(gated.shape, np.nan, np.float32),
+        *poison,
+        *(product.held for product in products),
+        mlp_norm,
+        next_norm,
+        np.float32(1e-5),
+        numba.get_num_threads(),
+    )
+
+    np.testing.assert_array_equal(poison[-1], following(normed).numpy())
+    np.testing.assert_array_equal(residual.numpy(), expected)
