@@ -16,7 +16,12 @@ from typing import Final
 
 from engine.plan import StepPlan
 
-LEAST_PREFILL: Final = 16
+YOUNG_TOKENS: Final = 8
+"""Tokens of an answer during which it is young: the prompts that came together with its own still wait for theirs."""
+_YOUNG_PACE: Final = 4.0
+"""Beside none but young answers a step may take so many times as long as `decode_pace` says: a burst is over sooner, and
+each of its answers pays for it at its very beginning, once."""
+LEAST_PREFILL: Final = 8
 """Tokens that prompts get in any step, whatever the pace: none of them stands still."""
 _LARGE_ENOUGH: Final = 16
 """A chunk that costs so many times what any step costs: twice as large a one would win three per cent."""
@@ -27,7 +32,7 @@ _PRIOR: Final = (24.0, 1.3, 1 / 1200, 1.0, 1 / 2400, 1 / 100)
 """What to begin with, in units of a prefilled token: a small model on a CPU. Measurements put it right."""
 _GAIN: Final = 0.2
 """How much of a step's surprise is believed."""
-_COMMON: Final = 0.5
+_COMMON: Final = 0.1
 """How much of it is taken for news of the machine, which makes everything slower or quicker, rather than of one cost."""
 _ENOUGH: Final = 4
 """Steps of a kind after which one that took very long, or hardly any time, is an accident rather than news."""
@@ -52,12 +57,13 @@ class StepWork:
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What the next step could hold: those that decode; from which position on the next prompt's chunk would go, and how
-    many tokens prompts have left to compute, in the order of their turns."""
+    many tokens prompts have left to compute, in the order of their turns; how many of those that decode are young."""
 
     num_decodes: int = 0
     decode_context: int = 0
     prefill_start: int = 0
     left: Sequence[int] = ()
+    num_young: int = 0
 
 
 def work_of(plan: StepPlan) -> StepWork:
@@ -184,9 +190,10 @@ def step_budget(rates: StepRates, outlook: Outlook, decode_pace: float, most: in
     chunk = _large_enough(rates, outlook)
     if outlook.num_decodes:
         alone_s = rates.seconds(StepWork(outlook.num_decodes, outlook.decode_context))
-        chunk = min(chunk, rates.prefill_tokens((decode_pace - 1) * alone_s, outlook.prefill_start))
+        pace = decode_pace * _YOUNG_PACE if outlook.num_young == outlook.num_decodes else decode_pace
+        chunk = min(chunk, rates.prefill_tokens((pace - 1) * alone_s, outlook.prefill_start))
     chunk = max(chunk, LEAST_PREFILL)
-    return most if chunk >= most else min(most, outlook.num_decodes + int(chunk))
+    return most if chunk >= most else min(most, outlook.num_decodes + round(chunk))
 
 
 def _large_enough(rates: StepRates, outlook: Outlook) -> float:
@@ -195,7 +202,7 @@ def _large_enough(rates: StepRates, outlook: Outlook) -> float:
     With chunks of C tokens, what any step costs being that of x tokens, n prompts have their first token after what is
     before them, times (1 + x ÷ C), and all but the last wait half a chunk longer than they would have to for the end of
     their step. The mean is least at C = √(2x × mean of what is before them × n ÷ (n − 1)). Until all have it, half of
-    them decode in each step on the average: that counts as x, too.
+    them decode in each step on the average, beside those that do already: that counts as x, too.
     """
     start = outlook.prefill_start
     fixed = (rates.fixed_s + rates.chunk_s(start)) / rates.prefill_s(start)
@@ -209,5 +216,6 @@ def _large_enough(rates: StepRates, outlook: Outlook) -> float:
         before += left
         total += before
     decodes_s = count / 2 * rates.decode_s(start + before / count)
+    decodes_s += outlook.num_decodes * rates.decode_s(outlook.decode_context / max(1, outlook.num_decodes))
     fixed += decodes_s / rates.prefill_s(start)
     return min(chunk, math.sqrt(2 * fixed * total / (count - 1)))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from engine.block_pool import BlockPool
 from engine.offload import Offloader
 from engine.onboarding import Onboarding
-from engine.pace import Outlook
+from engine.pace import YOUNG_TOKENS, Outlook
 from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan, has_penalties
 from engine.prefix_cache import Walk
 from engine.roster import Roster
@@ -72,25 +72,27 @@ class Planner:
 
     def outlook(self) -> Outlook:
         """What the next step could hold, as far as its budget depends on it."""
-        num_decodes = context = 0
+        num_decodes = num_young = context = 0
         prefills: list[Sequence] = []
         for sequence in self._roster.running.values():
             if sequence.state is not State.RUNNING:
                 continue
             if sequence.is_decoding:
                 num_decodes += 1
+                num_young += sequence.num_output < YOUNG_TOKENS
                 context += sequence.num_tokens
             else:
                 prefills.append(sequence)
         left = [each.num_tokens - each.num_computed for each in prefills]
         start = prefills[0].num_computed if prefills else 0
-        # Beside decodes only the next chunk is asked for; a crowd's order does not depend on more than its beginning.
-        for sequence in self._roster.waiting.first(int(not prefills) if num_decodes else _FORESIGHT):
+        # Beside settled decodes only the next chunk is asked for; a crowd's order does not depend on more than its beginning.
+        is_paced = num_young < num_decodes
+        for sequence in self._roster.waiting.first(int(not prefills) if is_paced else _FORESIGHT):
             known = self._num_known(sequence)
             if not left:
                 start = known
             left.append(sequence.num_tokens - known)
-        return Outlook(num_decodes, context, start, left)
+        return Outlook(num_decodes, context, start, left, num_young)
 
     def _num_known(self, sequence: Sequence) -> int:
         """Tokens that a waiting sequence will not compute: they are there, or the one it waits for computes them."""

@@ -25,7 +25,7 @@ from engine.vector_exp import exp32
 
 # Keys between two looks at the maximum: enough to forget what that costs, few enough for the first cache, whole tiles.
 _ROUND: Final = 72
-_FEW_PANELS: Final = 8
+_FEW_PANELS: Final = 16
 _FASTMATH = {"contract", "nsz", "arcp", "afn"}
 _TASK_FIELDS: Final = 6
 

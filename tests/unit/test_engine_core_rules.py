@@ -9,6 +9,7 @@ import pytest
 from cached.keys import OwnerId
 from cached.retention import Retention, RetentionConfig, TokenRange
 from engine.events import Created, EventRing, Lost, Removed, Stored, Updated
+from engine.pace import YOUNG_TOKENS
 from engine.plan import Sampled, StepResult
 from engine.protocol import Sampling
 from engine.values import Queued, Refused
@@ -712,3 +713,13 @@ def test_a_tier_that_comes_back_is_offered_everything_again() -> None:
     world.ask(range(9))
 
     assert world.core.statistics().blocks_offered == 4
+
+
+def test_an_answer_is_young_for_its_first_tokens_and_the_next_steps_are_told_so() -> None:
+    world = World(settings(4, 16))
+    world.submit(range(9), max_tokens=YOUNG_TOKENS + 2)
+    young = []
+    while world.step() is not None and (outlook := world.core.outlook()).num_decodes:
+        young.append(outlook.num_young)
+
+    assert young == [1] * (YOUNG_TOKENS - 1) + [0, 0]

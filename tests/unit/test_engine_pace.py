@@ -156,6 +156,20 @@ def test_a_crowd_behind_one_long_prefix_does_not_make_its_chunks_small() -> None
     assert alone / 2 < with_crowd <= alone
 
 
+def test_the_rest_of_a_burst_goes_on_beside_answers_that_have_only_begun() -> None:
+    """Their prompts came together: at the pace of settled streams, the last would wait for as long as all of theirs took."""
+    rates = learn(StepRates())
+    decodes = StepWork(4, 4 * 1020)
+    left = [20] * 12
+
+    young = step_budget(rates, Outlook(4, decodes.decode_context, 1000, left, num_young=4), 2.5, 512)
+    mixed = step_budget(rates, Outlook(4, decodes.decode_context, 1000, left, num_young=3), 2.5, 512)
+
+    assert cost(beside(decodes, prefill_work(mixed - 4, 1000))) / cost(decodes) == pytest.approx(2.5, rel=0.15)
+    assert 2.5 < cost(beside(decodes, prefill_work(young - 4, 1000))) / cost(decodes) < 10.5
+    assert young > 2 * mixed
+
+
 @pytest.mark.parametrize("scale", [0.25, 4.0])
 def test_a_machine_that_changes_is_followed(scale: float) -> None:
     rates = learn(StepRates(), noise=0.1)
@@ -209,4 +223,4 @@ def test_a_plan_is_what_its_chunks_attend_to() -> None:
 
 def test_prompts_never_stand_still() -> None:
     assert step_budget(learn(StepRates()), Outlook(20, 6000, 0, [4000]), 1.0, 512) == 20 + LEAST_PREFILL
-    assert step_budget(learn(StepRates()), Outlook(500, 6000, 0, [4000]), 1.0, 512) == 512
+    assert step_budget(learn(StepRates()), Outlook(508, 6000, 0, [4000]), 1.0, 512) == 512
