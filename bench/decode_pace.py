@@ -35,7 +35,7 @@ from engine.values import NewRequest
 NUM_STREAMS, STREAM_PROMPT, LONG_PROMPT = 4, 200, 4000
 TOKENS_BEFORE = 50
 """Of each stream, between which pauses are measured before the prompt comes."""
-SETTINGS: tuple[float | None, ...] = (1.5, 2.0, 2.5, 2.6, 2.7, 2.8, 3.0, 4.0, 8.0, None)
+SETTINGS: tuple[float | None, ...] = (1.5, 2.0, 2.5, 3.0, 4.0, 8.0, None)
 ROUNDS = 3
 PAUSE_BAR, RATE_BAR = 3.0, 0.6
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from engine.plan import StepPlan
@@ -22,13 +23,13 @@ _YOUNG_PACE: Final = 4.0
 """Beside none but young answers a step may take so many times as long as `decode_pace` says: a burst is over sooner, and
 each of its answers pays for it at its very beginning, once."""
 LEAST_PREFILL: Final = 8
-"""Tokens that prompts get in any step, whatever the pace: none of them stands still."""
+"""Tokens that prompts get in a step, whatever the pace: none of them stands still."""
 _LARGE_ENOUGH: Final = 16
 """A chunk that costs so many times what any step costs: twice as large a one would win three per cent."""
-_LEAST_ALONE: Final = 256.0
+_LEAST_ALONE: Final = 256
 """Tokens of a chunk from which products are about as quick as they get: a prompt that has the engine to itself, which can
 be cancelled between two layers, gets no less."""
-_PRIOR: Final = (24.0, 1.3, 1 / 1200, 1.0, 1 / 2400, 1 / 100)
+_PRIOR: Final = (16.0, 1.2, 1 / 1200, 1.0, 1 / 2400, 1 / 100)
 """What to begin with, in units of a prefilled token: a small model on a CPU. Measurements put it right."""
 _GAIN: Final = 0.2
 """How much of a step's surprise is believed."""
@@ -38,6 +39,9 @@ _ENOUGH: Final = 4
 """Steps of a kind after which one that took very long, or hardly any time, is an accident rather than news."""
 _ACCIDENT: Final = math.log(1.5)
 _TOLD: Final = 100
+_UNSURE_AFTER: Final = 64
+"""Steps with prefill beside decodes, after which what the decodes take alone is measured once more: of steps that never
+come without the other, nobody can say what each costs."""
 _SHORTEST_S, _LONGEST_S = 1e-7, 1e4
 _LEAST_COST, _MOST_COST = 1e-15, 1e5
 
@@ -82,10 +86,12 @@ def work_of(plan: StepPlan) -> StepWork:
 
 
 class StepRates:
-    """What a step costs, as learnt: so much anyhow, for each decode, for each prefilled token, for each token that either
-    attends to, and for each that is read for a chunk.
+    """What a step costs, as learnt: so much for reading the weights, for each decode and each prefilled token, for each
+    token that either attends to, and for each that is read for a chunk.
 
-    After each step costs are scaled by the surprise: part of it is taken for the machine's, which others may use, and
+    Weights are read while their products are computed, so of the two it is the longer that counts, and a little of the
+    other: `√(weights² + products²)`, which decodes of 1, 4 and 16 streams and chunks of 20 to 500 tokens were found to
+    take within a tenth. What attention takes comes on top of it. After each step costs are scaled by the surprise: part of it is taken for the machine's, which others may use, and
     scales all costs alike; the rest goes to each by its part in the step. So costs stay positive, nothing has to be
     remembered of single steps, and what work costs that has not been seen for long keeps its proportion to the rest.
     """
@@ -93,6 +99,7 @@ class StepRates:
     def __init__(self) -> None:
         self._costs = list(_PRIOR)
         self._num_seen = {True: 0, False: 0}
+        self._num_mixed = 0
 
     def begin_with(self, measured: Sequence[tuple[StepWork, float]]) -> None:
         """Steps that were run in order to learn from them: told again and again, until each is what is expected."""
@@ -107,6 +114,7 @@ class StepRates:
         if not _is_measurement(work, seconds):
             return
         has_prefill = work.num_prefill > 0
+        self._num_mixed = self._num_mixed + 1 if has_prefill else 0
         seen = self._num_seen[has_prefill]
         surprise = self._surprise(work, seconds)
         if not self.is_known:
@@ -128,35 +136,29 @@ class StepRates:
         return sum(self._parts(work))
 
     @property
+    def is_unsure(self) -> bool:
+        """Whether it is long ago that decodes ran alone."""
+        return self._num_mixed >= _UNSURE_AFTER
+
+    @property
     def fixed_s(self) -> float:
         """What a step costs whatever is in it."""
         return self._costs[0]
 
-    def chunk_s(self, start: int) -> float:
-        """What a chunk from this position on costs, however short it is."""
-        return self._costs[5] * start
-
     def decode_s(self, context: float) -> float:
-        """What one more decode costs that attends to so many tokens."""
+        """What one more decode costs that attends to so many tokens, where weights are not what is waited for."""
         return self._costs[1] + self._costs[2] * context
 
     def prefill_s(self, start: int) -> float:
-        """What one more token of a prompt costs at this position."""
+        """What one more token of a prompt costs at this position, likewise."""
         return self._costs[3] + self._costs[4] * start
-
-    def prefill_tokens(self, seconds: float, start: int) -> float:
-        """How many tokens of a prompt, from position `start` on, are computed in this time, beside the step's other costs."""
-        rest = max(0.0, seconds - self.chunk_s(start))
-        per_token, per_context = self.prefill_s(start), self._costs[4]
-        # From rest = per_token × n + per_context × n² ÷ 2, in the form that does not cancel.
-        return 2 * rest / (per_token + math.sqrt(per_token * per_token + 2 * per_context * rest))
 
     def _surprise(self, work: StepWork, seconds: float) -> float:
         return math.log(min(max(seconds, _SHORTEST_S), _LONGEST_S) / self.seconds(work))
 
     def _believe(self, work: StepWork, surprise: float, common: float) -> None:
         """Expect so much more of this work from now on, to first order."""
-        parts = self._parts(work)
+        parts = self._parts(work)  # Each is also what the step's time changes by, where its cost changes.
         expected = sum(parts)
         own = (1 - common) * surprise * expected / sum(part * part for part in parts)
         self._scale([common * surprise + own * part for part in parts])
@@ -176,7 +178,13 @@ class StepRates:
             work.prefill_context,
             work.prefill_read,
         )
-        return [cost * amount for cost, amount in zip(self._costs, amounts, strict=True)]
+        parts = [cost * amount for cost, amount in zip(self._costs, amounts, strict=True)]
+        weights, products = parts[0], parts[1] + parts[3]
+        longest = math.hypot(weights, products)
+        parts[0] *= weights / longest
+        parts[1] *= products / longest
+        parts[3] *= products / longest
+        return parts
 
 
 def _is_measurement(work: StepWork, seconds: float) -> bool:
@@ -184,38 +192,59 @@ def _is_measurement(work: StepWork, seconds: float) -> bool:
 
 
 def step_budget(rates: StepRates, outlook: Outlook, decode_pace: float, most: int) -> int:
-    """Tokens that the next step may have, decodes included: at least one, at most `most`."""
+    """Tokens that the next step may have, decodes included: at least one, at most `most`. Prompts get a chunk in every
+    step but those in which decodes are measured alone."""
     if not rates.is_known:
         return most
-    chunk = _large_enough(rates, outlook)
+    if outlook.num_decodes and rates.is_unsure:
+        return min(most, outlook.num_decodes)
+    chunk = min(_large_enough(rates, outlook), most)
     if outlook.num_decodes:
         alone_s = rates.seconds(StepWork(outlook.num_decodes, outlook.decode_context))
         pace = decode_pace * _YOUNG_PACE if outlook.num_young == outlook.num_decodes else decode_pace
-        chunk = min(chunk, rates.prefill_tokens((pace - 1) * alone_s, outlook.prefill_start))
+        chunk = _most_within(pace * alone_s, rates, outlook, chunk)
     chunk = max(chunk, LEAST_PREFILL)
-    return most if chunk >= most else min(most, outlook.num_decodes + round(chunk))
+    return min(most, outlook.num_decodes + chunk)
 
 
-def _large_enough(rates: StepRates, outlook: Outlook) -> float:
-    """Tokens of a chunk beside no decodes.
+def _most_within(seconds: float, rates: StepRates, outlook: Outlook, most: int) -> int:
+    """The tokens of a prompt, at most `most`, with which the step beside these decodes comes nearest to this time."""
+    within, beyond = 0, most + 1
+    while beyond - within > 1:
+        middle = (within + beyond) // 2
+        if _step_s(rates, outlook, middle) <= seconds:
+            within = middle
+        else:
+            beyond = middle
+    if within < most and _step_s(rates, outlook, beyond) - seconds < seconds - _step_s(rates, outlook, within):
+        return beyond
+    return within
 
-    With chunks of C tokens, what any step costs being that of x tokens, n prompts have their first token after what is
-    before them, times (1 + x ÷ C), and all but the last wait half a chunk longer than they would have to for the end of
-    their step. The mean is least at C = √(2x × mean of what is before them × n ÷ (n − 1)). Until all have it, half of
-    them decode in each step on the average, beside those that do already: that counts as x, too.
-    """
+
+def _step_s(rates: StepRates, outlook: Outlook, chunk: int, more_decodes: int = 0) -> float:
+    """What a step takes with a chunk of so many tokens beside those that decode, and more of the same kind as the next."""
     start = outlook.prefill_start
-    fixed = (rates.fixed_s + rates.chunk_s(start)) / rates.prefill_s(start)
-    chunk = _LARGE_ENOUGH * fixed
+    context = outlook.decode_context + more_decodes * start
+    attended = chunk * start + chunk * (chunk + 1) // 2
+    return rates.seconds(StepWork(outlook.num_decodes + more_decodes, context, chunk, attended, start if chunk else 0))
+
+
+def _large_enough(rates: StepRates, outlook: Outlook) -> int:
+    """Tokens of a chunk beside no settled decodes.
+
+    Several prompts have their first tokens one after another: small steps let the first of them go early, and large ones
+    pay what any step costs less often. Of the chunks that end with one of them it is that with the least mean of times
+    until the first token. Until all have it, half of them decode in each step on the average.
+    """
+    fixed = rates.fixed_s / rates.prefill_s(outlook.prefill_start)
+    # Nobody waits but one prompt: what a step costs anyhow may be believed too small, and its chunks with it.
+    enough = round(max(_LARGE_ENOUGH * fixed, _LEAST_ALONE))
     count = len(outlook.left)
     if count < 2:
-        # Nobody waits but the one prompt: what a step costs anyhow may be believed too small, and its chunks with it.
-        return max(chunk, _LEAST_ALONE)
-    before = total = 0
-    for left in outlook.left:
-        before += left
-        total += before
-    decodes_s = count / 2 * rates.decode_s(start + before / count)
-    decodes_s += outlook.num_decodes * rates.decode_s(outlook.decode_context / max(1, outlook.num_decodes))
-    fixed += decodes_s / rates.prefill_s(start)
-    return min(chunk, math.sqrt(2 * fixed * total / (count - 1)))
+        return enough
+    ends = list(accumulate(outlook.left))
+
+    def mean_wait(chunk: int) -> float:
+        return _step_s(rates, outlook, chunk, more_decodes=count // 2) * sum(-(-end // chunk) for end in ends)
+
+    return min({min(end, enough) for end in ends}, key=mean_wait)

@@ -37,12 +37,12 @@ def is_available() -> bool:
     return _HAS_AVX512 or bool(_FEATURES.get("avx2") and _FEATURES.get("fma"))
 
 
-def _tile(num_rows: int, is_scattered: bool) -> Any:
+def _tile(num_rows: int, is_scattered: bool, num_vectors: int = 2) -> Any:
     """`out (+)= rows × panel` for so many rows. All places are addresses, all distances bytes: between rows, between a
     row's inputs, between the panel's inputs, between rows of `out`.
 
     Of a scattered tile, rows and the panel's inputs lie anywhere: `rows` and `panel` are where their addresses stand, and
-    `panel_bytes` is added to each of the panel's."""
+    `panel_bytes` is added to each of the panel's. With one vector, the second half of a panel is left out."""
 
     @intrinsic  # type: ignore[misc]
     def tile(
@@ -58,7 +58,7 @@ def _tile(num_rows: int, is_scattered: bool) -> Any:
         is_added: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _Tile(builder, num_rows, is_scattered).emit(*arguments)
+            _Tile(builder, num_rows, is_scattered, num_vectors).emit(*arguments)
             return context.get_dummy_value()
 
         number = types.int64
@@ -70,8 +70,9 @@ def _tile(num_rows: int, is_scattered: bool) -> Any:
 class _Tile:
     """Emits the loop over inputs, two sums for each row in registers; then the sums to `out`."""
 
-    def __init__(self, builder: Any, num_rows: int, is_scattered: bool) -> None:
+    def __init__(self, builder: Any, num_rows: int, is_scattered: bool, num_vectors: int) -> None:
         self._builder = builder
+        self._vectors = range(num_vectors)
         self._num_rows = num_rows
         self._is_scattered = is_scattered
 
@@ -95,7 +96,7 @@ class _Tile:
         builder.position_at_end(loop)
         at = builder.phi(_INT64)
         at.add_incoming(ir.Constant(_INT64, 0), before)
-        sums = [[builder.phi(_VECTOR), builder.phi(_VECTOR)] for _ in range(self._num_rows)]
+        sums = [[builder.phi(_VECTOR) for _ in self._vectors] for _ in range(self._num_rows)]
         added = self._input(sums, row_bases, builder.mul(at, input_bytes), self._panel_input(panel, panel_bytes, at))
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
         for of_row, added_of_row in zip(sums, added, strict=True):
@@ -142,14 +143,16 @@ class _Tile:
         )
         undefined = ir.Constant(_VECTOR, ir.Undefined)
         everywhere = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
-        weights = [builder.load(self._place(weights_at, half * _VECTOR_BYTES, _VECTOR), align=4) for half in range(2)]
+        weights = [
+            builder.load(self._place(weights_at, half * _VECTOR_BYTES, _VECTOR), align=4) for half in self._vectors
+        ]
         added = []
         for base, of_row in zip(row_bases, sums, strict=True):
             value = builder.load(self._place(base, input_at, _FLOAT), align=4)
             spread = builder.shuffle_vector(
                 builder.insert_element(undefined, value, ir.Constant(_INT, 0)), undefined, everywhere
             )
-            added.append([builder.call(multiply_add, [spread, weights[half], of_row[half]]) for half in range(2)])
+            added.append([builder.call(multiply_add, [spread, weights[half], of_row[half]]) for half in self._vectors])
         return added
 
     def _finish(self, sums: list[list[Any]], out: Any, out_bytes: Any, is_adding: bool) -> None:
@@ -187,6 +190,7 @@ prefetch: Any = _prefetch  # Called without the first argument, which is numba's
 # Sizes between these would win a little for few row counts, and cost each first start a second of compiling.
 _tile_1, _tile_4, _tile_most = (_tile(num_rows, is_scattered=False) for num_rows in (1, 4, MOST_ROWS))
 _scattered_1, _scattered_4, _scattered_most = (_tile(num_rows, is_scattered=True) for num_rows in (1, 4, MOST_ROWS))
+_half_scattered_most = _tile(MOST_ROWS, is_scattered=True, num_vectors=1)
 _ADDRESS_BYTES: Final = 8
 
 
@@ -226,9 +230,16 @@ def multiply_scattered(
     out: Any,
     out_bytes: Any,
     is_added: Any,
+    is_half: Any,
 ) -> None:
-    """As `multiply_panel`, of rows and inputs of a panel that lie anywhere: tables of their addresses are given."""
+    """As `multiply_panel`, of rows and inputs of a panel that lie anywhere: tables of their addresses are given. Of the
+    panel's second half nothing need be right with `is_half`."""
     table, unused = row_addresses, np.int64(0)
+    while is_half and num_rows >= MOST_ROWS:
+        _half_scattered_most(
+            table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added
+        )
+        table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
     while num_rows >= MOST_ROWS:
         _scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added)
         table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS

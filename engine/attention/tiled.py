@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.panel_softmax import soften
-from engine.register_tiles import CACHE_LINE, MOST_ROWS, PANEL, multiply_scattered, prefetch
+from engine.register_tiles import CACHE_LINE, LANES, MOST_ROWS, PANEL, multiply_scattered, prefetch
 from engine.vector_exp import exp32
 
 # Keys between two looks at the maximum: enough to forget what that costs, few enough for the first cache, whole tiles.
@@ -59,7 +59,10 @@ def plan_parts(parts: Sequence[Part], kv_heads: int, group: int, num_threads: in
         count = len(part.rows)
         for query in range(0, count * group, PANEL):
             last_row = min(count, -(-(query + PANEL) // group)) - 1
-            cost = int(part.ends[last_row]) - part.first_key
+            num_queries = min(PANEL, count * group - query)
+            # Scores take all of a panel or half of it, values as many as there are.
+            num_lanes = PANEL if num_queries > LANES else LANES
+            cost = (int(part.ends[last_row]) - part.first_key) * (num_lanes + num_queries)
             for kv_head in range(kv_heads):
                 tasks.append((cost, (kv_head, query, first_row, count, first_block, part.first_key)))
         first_row, first_block = first_row + count, first_block + len(part.table)
@@ -125,6 +128,9 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
                 for d in range(head_dim):
                     asks[d, q] = 0.0
                     sums[q, d] = 0.0
+            for t in range(_ROUND):
+                for q in range(LANES, PANEL):
+                    scores[t, q] = 0.0  # Where few ask, nothing else is written there.
             soonest, latest = ends[first_row + (first_query + count - 1) // group], np.int64(0)
             for q in range(count):
                 of_part = first_row + (first_query + q) // group
@@ -180,6 +186,7 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
                         np.int64(scores.ctypes.data) + done * PANEL * 4,
                         np.int64(PANEL * 4),
                         False,
+                        count <= LANES,
                     )
                     done += here
                 if key + num_keys > soonest:
@@ -214,6 +221,7 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
                         np.int64(sums.ctypes.data) + panel * PANEL * 4,
                         np.int64(head_dim * 4),
                         True,
+                        False,
                     )
                 if rest < head_dim:
                     for t in range(num_keys):

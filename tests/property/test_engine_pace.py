@@ -43,5 +43,6 @@ def test_the_budget_is_bounded_rises_with_the_pace_and_starves_nobody(
     slow, fast = (step_budget(rates, outlook, pace, most) for pace in sorted(paces))
 
     assert 1 <= slow <= fast <= most
-    assert slow >= min(most, outlook.num_decodes + LEAST_PREFILL)
+    least = outlook.num_decodes if outlook.num_decodes and rates.is_unsure else outlook.num_decodes + LEAST_PREFILL
+    assert slow >= min(most, least)
     assert all(0 < each < math.inf for each in (rates.fixed_s, rates.decode_s(0), rates.prefill_s(0)))
