@@ -39,7 +39,7 @@ _ENOUGH: Final = 4
 """Steps of a kind after which one that took very long, or hardly any time, is an accident rather than news."""
 _ACCIDENT: Final = math.log(1.5)
 _TOLD: Final = 100
-_UNSURE_AFTER: Final = 64
+_UNSURE_AFTER: Final = 128
 """Steps with prefill beside decodes, after which what the decodes take alone is measured once more: of steps that never
 come without the other, nobody can say what each costs."""
 _SHORTEST_S, _LONGEST_S = 1e-7, 1e4
