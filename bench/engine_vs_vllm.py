@@ -71,18 +71,19 @@ def main() -> None:
             _wait_for_rest((ours, theirs))
             _measure(server, Prompts(arguments.model, seed=100 + seed), base=40_000 + 3000 * seed)
             server.figures.clear()
+        servers = (ours, theirs) if rounded is None else (ours, theirs, rounded)
         if rounded is not None:
             _decode_alone(rounded, Prompts(arguments.model, seed=102))
         for turn in range(arguments.rounds):
-            _wait_for_rest((ours, theirs))
+            _wait_for_rest(servers)
             floors.append(_floor(arguments.model))
             print(json.dumps({"figure": "floor", **floors[-1]}), flush=True)
             for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
-                _wait_for_rest((ours, theirs))
+                _wait_for_rest(servers)
                 # The same prompts for both, new ones in each round.
                 _measure(server, Prompts(arguments.model, seed=turn), base=FIRST_UNIQUE_ID + 500 * turn)
             if rounded is not None:
-                _wait_for_rest((ours, theirs))
+                _wait_for_rest(servers)
                 ours.note(INT8, _decode_alone(rounded, Prompts(arguments.model, seed=turn)))
         theirs.figures[INT8] = theirs.figures["decode_1_tokens_per_s"]
         for server in (ours, theirs):
@@ -157,7 +158,9 @@ def _stream(server: Server, prompt: list[int], max_tokens: int) -> tuple[float, 
             raise RuntimeError(f"{server.name} answered {answer.status}: {answer.read(2000)!r}")
         lines = [(time.perf_counter() - began, line) for line in answer if line.startswith(b"data: ")]
     times, count = [], 0
-    for at, line in lines[:-1]:
+    for at, line in lines:
+        if line.strip() == b"data: [DONE]":
+            break
         chunk = json.loads(line.removeprefix(b"data: "))
         if chunk.get("error"):
             raise RuntimeError(f"{server.name}: {chunk['error']}")
@@ -165,6 +168,8 @@ def _stream(server: Server, prompt: list[int], max_tokens: int) -> tuple[float, 
             times.append(at)
         if chunk.get("usage"):
             count = chunk["usage"]["completion_tokens"]
+    if count != max_tokens:
+        raise RuntimeError(f"{server.name} sent {count} tokens of {max_tokens}, and {len(times)} chunks")
     return times[0], times, count
 
 

@@ -39,6 +39,8 @@ _ENOUGH: Final = 4
 """Steps of a kind after which one that took very long, or hardly any time, is an accident rather than news."""
 _ACCIDENT: Final = math.log(1.5)
 _TOLD: Final = 100
+_CROWD: Final = 32
+"""Prompts that are looked at to choose a chunk: what is best for so many is for more."""
 _UNSURE_AFTER: Final = 128
 """Steps with prefill beside decodes, after which what the decodes take alone is measured once more: of steps that never
 come without the other, nobody can say what each costs."""
@@ -114,7 +116,10 @@ class StepRates:
         if not _is_measurement(work, seconds):
             return
         has_prefill = work.num_prefill > 0
-        self._num_mixed = self._num_mixed + 1 if has_prefill else 0
+        if not has_prefill:
+            self._num_mixed = 0
+        elif work.num_decodes:
+            self._num_mixed += 1
         seen = self._num_seen[has_prefill]
         surprise = self._surprise(work, seconds)
         if not self.is_known:
@@ -198,7 +203,7 @@ def step_budget(rates: StepRates, outlook: Outlook, decode_pace: float, most: in
         return most
     if outlook.num_decodes and rates.is_unsure:
         return min(most, outlook.num_decodes)
-    chunk = min(_large_enough(rates, outlook), most)
+    chunk = _large_enough(rates, outlook, most)
     if outlook.num_decodes:
         alone_s = rates.seconds(StepWork(outlook.num_decodes, outlook.decode_context))
         pace = decode_pace * _YOUNG_PACE if outlook.num_young == outlook.num_decodes else decode_pace
@@ -229,8 +234,8 @@ def _step_s(rates: StepRates, outlook: Outlook, chunk: int, more_decodes: int = 
     return rates.seconds(StepWork(outlook.num_decodes + more_decodes, context, chunk, attended, start if chunk else 0))
 
 
-def _large_enough(rates: StepRates, outlook: Outlook) -> int:
-    """Tokens of a chunk beside no settled decodes.
+def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
+    """Tokens of a chunk beside no settled decodes, at most `most`.
 
     Several prompts have their first tokens one after another: small steps let the first of them go early, and large ones
     pay what any step costs less often. Of the chunks that end with one of them it is that with the least mean of times
@@ -238,11 +243,11 @@ def _large_enough(rates: StepRates, outlook: Outlook) -> int:
     """
     fixed = rates.fixed_s / rates.prefill_s(outlook.prefill_start)
     # Nobody waits but one prompt: what a step costs anyhow may be believed too small, and its chunks with it.
-    enough = round(max(_LARGE_ENOUGH * fixed, _LEAST_ALONE))
-    count = len(outlook.left)
+    enough = min(most, round(max(_LARGE_ENOUGH * fixed, _LEAST_ALONE)))
+    count = min(len(outlook.left), _CROWD)
     if count < 2:
         return enough
-    ends = list(accumulate(outlook.left))
+    ends = list(accumulate(max(1, left) for left in outlook.left[:count]))
 
     def mean_wait(chunk: int) -> float:
         return _step_s(rates, outlook, chunk, more_decodes=count // 2) * sum(-(-end // chunk) for end in ends)

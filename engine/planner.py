@@ -99,7 +99,8 @@ class Planner:
         num_blocks = self._cache.num_cached(sequence)
         awaited = self._roster.waiting.parked_on(sequence)
         if awaited is not None:
-            hashes = sequence.block_hashes(0)
+            # One that has run before knows the hash of its last block as well, of which a token has to be computed.
+            hashes = sequence.block_hashes(0)[: self._cache.num_servable(sequence)]
             while num_blocks < len(hashes) and hashes[num_blocks] in self._roster.producers:
                 num_blocks += 1
         return num_blocks * self._settings.tokens_per_block

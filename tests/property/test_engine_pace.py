@@ -22,7 +22,7 @@ outlooks = st.builds(
     num_decodes=st.integers(0, 300),
     decode_context=st.integers(0, 10**7),
     prefill_start=st.integers(0, 10**6),
-    left=st.lists(st.integers(1, 10**6), max_size=40),
+    left=st.lists(st.integers(0, 10**6), max_size=40),
     num_young=st.integers(0, 300),
 )
 

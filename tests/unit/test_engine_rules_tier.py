@@ -272,3 +272,27 @@ def _lines(store: BlockStore) -> Iterable[tuple[str, float]]:
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
             yield name, float(value)
+
+
+def test_one_that_ran_before_and_waits_for_a_load_of_its_whole_prompt_still_has_a_token_to_compute() -> None:
+    """It knew the hash of its last block from its first try and was taken for served in full; with nothing left to compute
+    for it, choosing the size of the next step divided by zero."""
+    world = World(settings(4, 16, tier_enabled=True), tier_blocks=100)
+    world.ask(range(13))
+    world.ask(range(100, 160))  # Evicts what the device has of it.
+    world.core.set_tier_ready(False, world.now)
+    first, _, _ = (world.submit(range(12), max_tokens=4) for _ in range(3))
+    world.start_step()
+    world.finish_step(fail=(first,))  # The two that lean on its blocks are preempted.
+    world.core.set_tier_ready(True, world.now)
+    world.submit(range(12), max_tokens=4)
+    lefts = []
+    for _ in range(6):
+        lefts.append(list(world.core.outlook().left))
+        if world.start_step() is not None:
+            world.finish_step()
+        while world.lookups:
+            world.answer_lookup(0)
+
+    assert any(len(left) > 1 for left in lefts)
+    assert all(each > 0 for left in lefts for each in left)
