@@ -25,8 +25,9 @@ from engine.layout import BlockLayout
 from engine.plan import Chunk, StepPlan
 
 PATHS = {"gather": GatherAttention, "cpu": partial(CpuAttention, num_threads=2)}
-# (head_dim, query heads for each KV head): the kernel is compiled for each pair, so they are few.
-HEADS = ((1, 2), (7, 1), (24, 1), (33, 3), (64, 3), (80, 40))
+# (head_dim, query heads for each KV head): kernels are compiled for each pair, which takes some 12 s, so they are few, and
+# the other tests below have no others.
+HEADS = ((1, 2), (7, 1), (33, 3), (64, 3), (80, 40))
 
 
 @st.composite
@@ -70,13 +71,13 @@ def test_attention_equals_float64_whatever_the_shape(path: str, step: tuple) -> 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_chunk_reads_blocks_that_another_chunk_of_the_step_fills(path: str) -> None:
-    layout = BlockLayout(num_layers=1, tokens_per_block=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    layout = BlockLayout(num_layers=1, tokens_per_block=4, num_kv_heads=2, head_dim=1, dtype="float32")
     kv = _poisoned(layout, 8)
     attention = PATHS[path](kv)
     producer = Chunk(1, 0, tuple(range(8)), (5, 2), None)
     consumer = Chunk(2, 8, (8, 9), (5, 2, 7), None)
     torch.manual_seed(0)
-    query, key, value = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
+    query, key, value = torch.randn(10, 4, 1), torch.randn(10, 2, 1), torch.randn(10, 2, 1)
 
     batch = pack(StepPlan(1, (), (consumer, producer)), 4, 8, attention.max_short_tokens)
     order = [8, 9, 0, 1, 2, 3, 4, 5, 6, 7]
@@ -88,25 +89,25 @@ def test_a_chunk_reads_blocks_that_another_chunk_of_the_step_fills(path: str) ->
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_nan_in_one_sequence_stays_in_it(path: str) -> None:
-    layout = BlockLayout(num_layers=1, tokens_per_block=4, num_kv_heads=1, head_dim=8, dtype="float32")
+    layout = BlockLayout(num_layers=1, tokens_per_block=4, num_kv_heads=1, head_dim=7, dtype="float32")
     kv = _poisoned(layout, 4)
     attention = PATHS[path](kv)
     plan = StepPlan(1, (), (Chunk(1, 0, (0,), (0,), None), Chunk(2, 0, (0,), (1,), None)))
-    query, key, value = torch.ones(2, 1, 8), torch.ones(2, 1, 8), torch.ones(2, 1, 8)
+    query, key, value = torch.ones(2, 1, 7), torch.ones(2, 1, 7), torch.ones(2, 1, 7)
     key[0, 0, 3] = value[0] = math.nan
 
     out = attention.begin(pack(plan, 4, 4, attention.max_short_tokens)).attend(0, query, key, value, 1.0)
 
     assert torch.isnan(out[0]).all()
-    assert torch.equal(out[1], torch.ones(1, 8))
+    assert torch.equal(out[1], torch.ones(1, 7))
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_scores_of_any_size_do_not_overflow(path: str) -> None:
-    layout = BlockLayout(num_layers=1, tokens_per_block=2, num_kv_heads=1, head_dim=4, dtype="float32")
+    layout = BlockLayout(num_layers=1, tokens_per_block=2, num_kv_heads=1, head_dim=7, dtype="float32")
     kv = _poisoned(layout, 2)
     attention = PATHS[path](kv)
-    query, key, value = torch.full((3, 1, 4), 1e4), torch.zeros(3, 1, 4), torch.zeros(3, 1, 4)
+    query, key, value = torch.full((3, 1, 7), 1e4), torch.zeros(3, 1, 7), torch.zeros(3, 1, 7)
     key[:, 0, 0] = torch.tensor([-1e4, 1e4, -1e4])
     value[:, 0, :] = torch.tensor([[1.0], [2.0], [3.0]])
 
