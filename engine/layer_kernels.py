@@ -28,7 +28,7 @@ _FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
 
 def add_normalise(residual: Floats, delta: Floats, weight: Floats, epsilon: float, out: Floats) -> None:
     """`residual += delta`, and its RMS norm times `weight` into `out`; all `[row, width]`."""
-    kernel = _add_normalise_many if len(residual) >= PARALLEL_ROWS else _add_normalise_few
+    kernel = add_normalise_many if len(residual) >= PARALLEL_ROWS else add_normalise_few
     kernel(residual, delta, weight, np.float32(epsilon), out)
 
 
@@ -57,7 +57,7 @@ def normalise_heads(rows: Floats, weight: Floats, epsilon: float, first_head: in
 def gate(gate_up: Floats, out: Floats) -> None:
     """silu(first half) × second half of each row, cut into pieces: `out` is `[piece, row, width of a piece]`."""
     pieces, rows, width = out.shape
-    kernel = _gate_many if rows >= PARALLEL_ROWS else _gate_few
+    kernel = gate_many if rows >= PARALLEL_ROWS else gate_few
     # Whole last axes: only then does the compiler know that they are contiguous.
     kernel(gate_up.reshape(rows, 2, pieces, width), out)
 
@@ -141,8 +141,8 @@ def _gate(gate_up: Any, out: Any) -> None:
                 result[i] = gates[i] / (one + exp32(-gates[i])) * ups[i]
 
 
-_add_normalise_few, _add_normalise_many = compile_both(_add_normalise)
+add_normalise_few, add_normalise_many = compile_both(_add_normalise)
 _normalise_few, _normalise_many = compile_both(_normalise)
 _normalise_heads_few, _normalise_heads_many = compile_both(_normalise_heads)
 _rotate_and_store_few, _rotate_and_store_many = compile_both(_rotate_and_store)
-_gate_few, _gate_many = compile_both(_gate)
+gate_few, gate_many = compile_both(_gate)

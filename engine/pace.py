@@ -92,8 +92,8 @@ class StepRates:
     token that either attends to, and for each that is read for a chunk.
 
     Weights are read while their products are computed, so of the two it is the longer that counts, and a little of the
-    other: `√(weights² + products²)`, which decodes of 1, 4 and 16 streams and chunks of 20 to 500 tokens were found to
-    take within a tenth. What attention takes comes on top of it. After each step costs are scaled by the surprise: part of it is taken for the machine's, which others may use, and
+    other: `√(weights² + products²)`, about what decodes of 1, 4 and 16 streams and chunks of 20 to 500 tokens were seen to
+    take. What attention takes comes on top of it. After each step costs are scaled by the surprise: part of it is taken for the machine's, which others may use, and
     scales all costs alike; the rest goes to each by its part in the step. So costs stay positive, nothing has to be
     remembered of single steps, and what work costs that has not been seen for long keeps its proportion to the rest.
     """

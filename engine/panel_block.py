@@ -52,14 +52,14 @@ between_attentions: Any = _between_attentions  # mypy takes a kernel for a funct
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _add_normalise(residual: Any, delta: Any, weight: Any, epsilon: Any, out: Any) -> None:
     if len(residual) >= PARALLEL_ROWS:
-        parts._add_normalise_many(residual, delta, weight, epsilon, out)
+        parts.add_normalise_many(residual, delta, weight, epsilon, out)
     else:
-        parts._add_normalise_few(residual, delta, weight, epsilon, out)
+        parts.add_normalise_few(residual, delta, weight, epsilon, out)
 
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _gate(gate_up: Any, out: Any) -> None:
     if out.shape[1] >= PARALLEL_ROWS:
-        parts._gate_many(gate_up, out)
+        parts.gate_many(gate_up, out)
     else:
-        parts._gate_few(gate_up, out)
+        parts.gate_few(gate_up, out)

@@ -1,8 +1,8 @@
 """Emits the softmax of a panel of queries as it goes, in vector registers; for kernels compiled by numba.
 
 A round's scores are `[key, query]`, as many queries as a panel has lanes, so nothing is shuffled. Left to the compiler, each
-key is a loop of two vectors with checks of what overlaps before it, and the exponentials take half as long as the
-products. What scores are, and what becomes of the weights, is for `tiled.py`.
+key is a loop of two vectors with checks of what overlaps before it. What scores are, and what becomes of the weights, is for
+`tiled.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from engine.register_tiles import LANES, PANEL
 from engine.vector_exp import COEFFICIENTS, LOG2_E
 
 _FLOAT, _INT, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_BYTE_POINTER: Final = ir.IntType(8).as_pointer()
 _VECTOR, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 _HALVES: Final = PANEL // LANES
 
@@ -26,8 +25,8 @@ _HALVES: Final = PANEL // LANES
 def _soften(typing_context: Any, scores: Any, num_keys: Any, highest: Any, total: Any, shrink: Any) -> Any:
     """Makes weights of `num_keys` rows of scores, and brings `highest` and `total` up to date; `shrink` is by what
     factor that which was summed up with the former maximum is to be multiplied. Everything is an int64: a number and
-    addresses of float32, `[key, PANEL]` and `[PANEL]`. Where all is −infinity,
-    weights are 0; NaN is nowhere the highest, and makes its weight and the total NaN."""
+    addresses of float32, `[key, PANEL]` and `[PANEL]`. Where all is −infinity, weights are 0; NaN is nowhere the highest,
+    and makes its weight and the total NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _Softmax(builder, *arguments).emit()
