@@ -120,10 +120,7 @@ class CpuStep:
                     layer,
                     queries,
                     float(scale),
-                    parts.rows,
-                    parts.ends,
-                    parts.tables,
-                    parts.tasks,
+                    *parts.arguments,
                     self._weights,
                     out.numpy(),
                 )

@@ -10,7 +10,7 @@ What a task covers is decided once a step by `plan_parts`; indices are checked i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -27,7 +27,9 @@ from engine.vector_exp import exp32
 _ROUND: Final = 72
 _FEW_PANELS: Final = 16
 _FASTMATH = {"contract", "nsz", "arcp", "afn"}
-_TASK_FIELDS: Final = 6
+_TASK_FIELDS: Final = 8
+_LEAST_CUT: Final = 2 * _ROUND
+"""Keys for which it pays to have a task of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,67 @@ class Parts:
     rows: NDArray[np.int64]
     ends: NDArray[np.int64]
     tables: NDArray[np.int64]
-    tasks: NDArray[np.int64]  # [task, (kv_head, first query, first row, number of rows, begin of table, first key)]
+    tasks: NDArray[np.int64]  # [task, (kv_head, first query, first row, number of rows, begin of table, keys, slot)]
+    """Keys are two numbers, from which on and before which; a slot of −1 is where results go that are not put aside."""
+    bounds: NDArray[np.int64]
+    """Thread i has the tasks from `bounds[i]` to before `bounds[i + 1]`."""
+    num_slots: int
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As the kernel takes them."""
+        return self.rows, self.ends, self.tables, self.tasks, self.bounds, self.num_slots
 
 
 def plan_parts(parts: Sequence[Part], kv_heads: int, group: int, num_threads: int) -> Parts:
-    """Tasks in the order in which they are dealt to threads: each thread takes an equal, contiguous share of them, and
-    the dearest are dealt out first, one to each."""
-    tasks: list[tuple[int, tuple[int, ...]]] = []
+    """Tasks, cut so that all threads have the same to do.
+
+    A head's tasks follow one another, so that what one of them read is in the cache for the next. They are laid end to end
+    and cut into as many equal pieces as there are threads (McNaughton, "Scheduling with deadlines and loss functions",
+    1959): a task that is cut becomes several, over some of its keys each, of which all but the first put what they find
+    aside, to be folded in afterwards.
+    """
+    whole = [task for kv_head in range(kv_heads) for task in _tasks_of_head(parts, kv_head, group)]
+    share = sum(task.cost for task in whole) / num_threads
+    dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_threads)]
+    thread, free, num_slots = 0, share, 0
+    for task in whole:
+        begin, slot = task.first_key, -1
+        while begin < task.end_key:
+            end = task.end_key
+            if thread < num_threads - 1:
+                end = _cut(begin, task.end_key, free / task.cost_of_key)
+            if end > begin:
+                dealt[thread].append((*task.place, begin, end, slot))
+                free -= (end - begin) * task.cost_of_key
+                begin = end
+                if begin < task.end_key:
+                    slot, num_slots = num_slots, num_slots + 1
+            if begin < task.end_key:
+                thread, free = thread + 1, free + share
+    return Parts(
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.ends for part in parts]),
+        np.concatenate([part.table for part in parts]),
+        np.array([task for of_thread in dealt for task in of_thread], np.int64).reshape(-1, _TASK_FIELDS),
+        np.cumsum([0, *map(len, dealt)], dtype=np.int64),
+        num_slots,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    place: tuple[int, int, int, int, int]
+    first_key: int
+    end_key: int
+    cost_of_key: int
+
+    @property
+    def cost(self) -> int:
+        return (self.end_key - self.first_key) * self.cost_of_key
+
+
+def _tasks_of_head(parts: Sequence[Part], kv_head: int, group: int) -> Iterator[_Task]:
     first_row = first_block = 0
     for part in parts:
         count = len(part.rows)
@@ -62,18 +118,17 @@ def plan_parts(parts: Sequence[Part], kv_heads: int, group: int, num_threads: in
             num_queries = min(PANEL, count * group - query)
             # Scores take all of a panel or half of it, values as many as there are.
             num_lanes = PANEL if num_queries > LANES else LANES
-            cost = (int(part.ends[last_row]) - part.first_key) * (num_lanes + num_queries)
-            for kv_head in range(kv_heads):
-                tasks.append((cost, (kv_head, query, first_row, count, first_block, part.first_key)))
+            place = (kv_head, query, first_row, count, first_block)
+            yield _Task(place, part.first_key, int(part.ends[last_row]), num_lanes + num_queries)
         first_row, first_block = first_row + count, first_block + len(part.table)
-    tasks.sort(key=lambda task: -task[0])
-    dealt = [task for thread in range(num_threads) for _, task in tasks[thread::num_threads]]
-    return Parts(
-        np.concatenate([part.rows for part in parts]),
-        np.concatenate([part.ends for part in parts]),
-        np.concatenate([part.table for part in parts]),
-        np.array(dealt, np.int64).reshape(-1, _TASK_FIELDS),
-    )
+
+
+def _cut(begin: int, end: int, num_keys: float) -> int:
+    """Where to cut a task where there is room for so many of its keys: behind whole rounds, and not for a few of them."""
+    cut = begin + round(num_keys / _ROUND) * _ROUND
+    if min(cut - begin, end - cut) >= _LEAST_CUT:
+        return cut
+    return end if 2 * num_keys >= end - begin else begin
 
 
 @cache
@@ -92,7 +147,9 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
         rows: Any,  # int64: the packed rows of all parts
         ends: Any,  # int64: one past the last key that each sees
         tables: Any,  # int64: the block tables of all parts
-        tasks: Any,
+        tasks: Any,  # of all threads, as `Parts` has them
+        bounds: Any,
+        num_slots: int,
         weights: Any,  # float32 [row, head]: the logarithm of the weight of what `out` holds; −infinity: nothing
         out: Any,  # float32 [row, head, head_dim]
     ) -> None:
@@ -103,10 +160,11 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
         factor = np.float32(scale)
         pool_at = np.int64(pool.ctypes.data)
 
-        for index in numba.prange(tasks.shape[0]):
-            kv_head, first_query, first_row = tasks[index, 0], tasks[index, 1], tasks[index, 2]
-            num_rows, table_begin, first_key = tasks[index, 3], tasks[index, 4], tasks[index, 5]
-            count = min(PANEL, num_rows * group - first_query)
+        # What is put aside: sums, and highest score and total of each query.
+        sums_aside = np.empty((num_slots, PANEL, head_dim), np.float32)
+        scales_aside = np.empty((num_slots, 2, PANEL), np.float32)
+
+        for thread in numba.prange(len(bounds) - 1):
             # Queries as a panel, [number of the head, query]; scores likewise, [key, query].
             asks = np.empty((head_dim, PANEL), np.float32)
             scores = np.empty((_ROUND, PANEL), np.float32)
@@ -120,138 +178,163 @@ def tiled_kernel(head_dim: int, group: int) -> Any:
             keys_at = np.empty((2, _ROUND), np.int64)
             values_at = np.empty(_ROUND, np.int64)
             weights_at = np.empty(PANEL, np.int64)
-            # By loops: whole arrays at once would be parallel parts of their own to numba, and take seconds to compile.
-            for q in range(PANEL):
-                highest[q] = -np.inf
-                total[q] = 0.0
-                seen_until[q] = 0
-                for d in range(head_dim):
-                    asks[d, q] = 0.0
-                    sums[q, d] = 0.0
-            for t in range(_ROUND):
-                for q in range(LANES, PANEL):
-                    scores[t, q] = 0.0  # Where few ask, nothing else is written there.
-            soonest, latest = ends[first_row + (first_query + count - 1) // group], np.int64(0)
-            for q in range(count):
-                of_part = first_row + (first_query + q) // group
-                head = kv_head * group + (first_query + q) % group
-                asked = query[rows[of_part], head]
-                for d in range(head_dim):
-                    asks[d, q] = asked[d] * factor
-                seen_until[q] = ends[of_part]
-                soonest, latest = min(soonest, ends[of_part]), max(latest, ends[of_part])
-            head_at = pool_at + (layer * 2 * tokens_per_block * kv_heads + kv_head) * head_dim * 4
-            for d in range(head_dim):
-                asks_at[d] = np.int64(asks.ctypes.data) + d * PANEL * 4
-            for q in range(PANEL):
-                weights_at[q] = np.int64(scores.ctypes.data) + q * 4
-            # Few queries wait for memory: for them, what a round reads is asked for one round before.
-            is_asked_for = num_rows * group <= _FEW_PANELS * PANEL
-
-            key, following, turn = first_key, first_key, 0
-            while key < latest:
-                # The places of the next keys, and before the first round those of the first.
-                while following <= min(key + _ROUND, latest - 1):
-                    of_round = keys_at[(turn + 1) % 2 if following > key else turn % 2]
-                    num_following = min(_ROUND, latest - following)
-                    done, block, offset = 0, following // tokens_per_block, following % tokens_per_block
-                    while done < num_following:
-                        here = min(tokens_per_block - offset, num_following - done)
-                        at = head_at + tables[table_begin + block] * block_bytes + offset * token_bytes
-                        for t in range(here):
-                            of_round[done + t] = at + t * token_bytes
-                        done, block, offset = done + here, block + 1, 0
-                    following += num_following
-                num_keys = min(_ROUND, latest - key)
-                for t in range(num_keys):
-                    values_at[t] = keys_at[turn % 2, t] + tokens_per_block * token_bytes
-                asks_at[0] = np.int64(asks.ctypes.data)
-                num_asked = min(_ROUND, following - key - num_keys) if is_asked_for else 0
-                of_next = keys_at[(turn + 1) % 2]
-                done = 0
-                while done < num_keys:
-                    here = min(MOST_ROWS, num_keys - done)
-                    for t in range(done, min(done + here, num_asked)):
-                        for line in range(0, head_dim * 4, CACHE_LINE):
-                            prefetch(of_next[t] + line)
-                    # Places are named here, and not by addresses taken before: numba frees an array behind its last
-                    # mention.
-                    multiply_scattered(
-                        here,
-                        np.int64(keys_at.ctypes.data) + (turn % 2 * _ROUND + done) * 8,
-                        np.int64(4),
-                        np.int64(asks_at.ctypes.data),
-                        np.int64(0),
-                        np.int64(head_dim),
-                        np.int64(scores.ctypes.data) + done * PANEL * 4,
-                        np.int64(PANEL * 4),
-                        False,
-                        count <= LANES,
-                    )
-                    done += here
-                if key + num_keys > soonest:
-                    for t in range(max(np.int64(0), soonest - key), num_keys):
-                        of_key = scores[t]
-                        for q in range(PANEL):
-                            if key + t >= seen_until[q]:
-                                of_key[q] = -np.inf
-                soften(
-                    np.int64(scores.ctypes.data),
-                    num_keys,
-                    np.int64(highest.ctypes.data),
-                    np.int64(total.ctypes.data),
-                    np.int64(shrink.ctypes.data),
-                )
+            for index in range(bounds[thread], bounds[thread + 1]):
+                kv_head, first_query, first_row = tasks[index, 0], tasks[index, 1], tasks[index, 2]
+                num_rows, table_begin, first_key = tasks[index, 3], tasks[index, 4], tasks[index, 5]
+                end_key, slot = tasks[index, 6], tasks[index, 7]
+                count = min(PANEL, num_rows * group - first_query)
+                # By loops: whole arrays at once would be parallel parts of their own to numba, and take seconds to compile.
+                for q in range(PANEL):
+                    highest[q] = -np.inf
+                    total[q] = 0.0
+                    seen_until[q] = 0
+                    for d in range(head_dim):
+                        asks[d, q] = 0.0
+                        sums[q, d] = 0.0
+                for t in range(_ROUND):
+                    for q in range(LANES, PANEL):
+                        scores[t, q] = 0.0  # Where few ask, nothing else is written there.
+                soonest, latest = ends[first_row + (first_query + count - 1) // group], np.int64(0)
                 for q in range(count):
-                    if shrink[q] != np.float32(1.0):
-                        of_query = sums[q]
-                        for d in range(head_dim):
-                            of_query[d] *= shrink[q]
-                for panel in range(num_panels):
-                    for t in range(panel, num_asked, num_panels):
-                        for line in range(0, head_dim * 4, CACHE_LINE):
-                            prefetch(of_next[t] + tokens_per_block * token_bytes + line)
-                    multiply_scattered(
-                        count,
-                        np.int64(weights_at.ctypes.data),
-                        np.int64(PANEL * 4),
-                        np.int64(values_at.ctypes.data),
-                        panel * PANEL * 4,
-                        num_keys,
-                        np.int64(sums.ctypes.data) + panel * PANEL * 4,
-                        np.int64(head_dim * 4),
-                        True,
-                        False,
-                    )
-                if rest < head_dim:
-                    for t in range(num_keys):
-                        block, offset = (key + t) // tokens_per_block, (key + t) % tokens_per_block
-                        values = pool[tables[table_begin + block], layer, 1, offset, kv_head]
-                        for q in range(count):
-                            for d in range(rest, head_dim):
-                                sums[q, d] += scores[t, q] * values[d]
-                key, turn = key + num_keys, turn + 1
+                    of_part = first_row + (first_query + q) // group
+                    head = kv_head * group + (first_query + q) % group
+                    asked = query[rows[of_part], head]
+                    for d in range(head_dim):
+                        asks[d, q] = asked[d] * factor
+                    seen_until[q] = ends[of_part]
+                    soonest, latest = min(soonest, ends[of_part]), max(latest, ends[of_part])
+                head_at = pool_at + (layer * 2 * tokens_per_block * kv_heads + kv_head) * head_dim * 4
+                for d in range(head_dim):
+                    asks_at[d] = np.int64(asks.ctypes.data) + d * PANEL * 4
+                for q in range(PANEL):
+                    weights_at[q] = np.int64(scores.ctypes.data) + q * 4
+                # Few queries wait for memory: for them, what a round reads is asked for one round before.
+                is_asked_for = num_rows * group <= _FEW_PANELS * PANEL
 
-            for q in range(count):
-                if seen_until[q] <= first_key:
+                latest = min(latest, end_key)
+                key, following, turn = first_key, first_key, 0
+                while key < latest:
+                    # The places of the next keys, and before the first round those of the first.
+                    while following <= min(key + _ROUND, latest - 1):
+                        of_round = keys_at[(turn + 1) % 2 if following > key else turn % 2]
+                        num_following = min(_ROUND, latest - following)
+                        done, block, offset = 0, following // tokens_per_block, following % tokens_per_block
+                        while done < num_following:
+                            here = min(tokens_per_block - offset, num_following - done)
+                            at = head_at + tables[table_begin + block] * block_bytes + offset * token_bytes
+                            for t in range(here):
+                                of_round[done + t] = at + t * token_bytes
+                            done, block, offset = done + here, block + 1, 0
+                        following += num_following
+                    num_keys = min(_ROUND, latest - key)
+                    for t in range(num_keys):
+                        values_at[t] = keys_at[turn % 2, t] + tokens_per_block * token_bytes
+                    asks_at[0] = np.int64(asks.ctypes.data)
+                    num_asked = min(_ROUND, following - key - num_keys) if is_asked_for else 0
+                    of_next = keys_at[(turn + 1) % 2]
+                    done = 0
+                    while done < num_keys:
+                        here = min(MOST_ROWS, num_keys - done)
+                        for t in range(done, min(done + here, num_asked)):
+                            for line in range(0, head_dim * 4, CACHE_LINE):
+                                prefetch(of_next[t] + line)
+                        # Places are named here, and not by addresses taken before: numba frees an array behind its last
+                        # mention.
+                        multiply_scattered(
+                            here,
+                            np.int64(keys_at.ctypes.data) + (turn % 2 * _ROUND + done) * 8,
+                            np.int64(4),
+                            np.int64(asks_at.ctypes.data),
+                            np.int64(0),
+                            np.int64(head_dim),
+                            np.int64(scores.ctypes.data) + done * PANEL * 4,
+                            np.int64(PANEL * 4),
+                            False,
+                            count <= LANES,
+                        )
+                        done += here
+                    if key + num_keys > soonest:
+                        for t in range(max(np.int64(0), soonest - key), num_keys):
+                            of_key = scores[t]
+                            for q in range(PANEL):
+                                if key + t >= seen_until[q]:
+                                    of_key[q] = -np.inf
+                    soften(
+                        np.int64(scores.ctypes.data),
+                        num_keys,
+                        np.int64(highest.ctypes.data),
+                        np.int64(total.ctypes.data),
+                        np.int64(shrink.ctypes.data),
+                    )
+                    for q in range(count):
+                        if shrink[q] != np.float32(1.0):
+                            of_query = sums[q]
+                            for d in range(head_dim):
+                                of_query[d] *= shrink[q]
+                    for panel in range(num_panels):
+                        for t in range(panel, num_asked, num_panels):
+                            for line in range(0, head_dim * 4, CACHE_LINE):
+                                prefetch(of_next[t] + tokens_per_block * token_bytes + line)
+                        multiply_scattered(
+                            count,
+                            np.int64(weights_at.ctypes.data),
+                            np.int64(PANEL * 4),
+                            np.int64(values_at.ctypes.data),
+                            panel * PANEL * 4,
+                            num_keys,
+                            np.int64(sums.ctypes.data) + panel * PANEL * 4,
+                            np.int64(head_dim * 4),
+                            True,
+                            False,
+                        )
+                    if rest < head_dim:
+                        for t in range(num_keys):
+                            block, offset = (key + t) // tokens_per_block, (key + t) % tokens_per_block
+                            values = pool[tables[table_begin + block], layer, 1, offset, kv_head]
+                            for q in range(count):
+                                for d in range(rest, head_dim):
+                                    sums[q, d] += scores[t, q] * values[d]
+                    key, turn = key + num_keys, turn + 1
+
+                if slot >= 0:
+                    for q in range(count):
+                        scales_aside[slot, 0, q], scales_aside[slot, 1, q] = highest[q], total[q]
+                        for d in range(head_dim):
+                            sums_aside[slot, q, d] = sums[q, d]
                     continue
-                row = rows[first_row + (first_query + q) // group]
-                head = kv_head * group + (first_query + q) % group
-                result, of_query = out[row, head], sums[q]
-                there, new = weights[row, head], highest[q] + np.log(total[q])
-                weights[row, head] = new
-                share_there, share_new = np.float32(0.0), np.float32(1.0) / total[q]
-                if there != -np.inf:
-                    # NaN, on whichever side, reaches the result through the shares.
-                    most = there if there >= new else new
-                    weight_there, weight_new = exp32(there - most), exp32(new - most)
-                    weights[row, head] = most + np.log(weight_there + weight_new)
-                    share_there = weight_there / (weight_there + weight_new)
-                    share_new *= weight_new / (weight_there + weight_new)
-                    for d in range(head_dim):
-                        result[d] = result[d] * share_there + of_query[d] * share_new
-                else:
-                    for d in range(head_dim):
-                        result[d] = of_query[d] * share_new
+                for q in range(count):
+                    if seen_until[q] > first_key:
+                        row = rows[first_row + (first_query + q) // group]
+                        head = kv_head * group + (first_query + q) % group
+                        _fold_in(out, weights, row, head, sums[q], highest[q], total[q])
+
+        for index in range(len(tasks) if num_slots else 0):
+            kv_head, first_query, first_row = tasks[index, 0], tasks[index, 1], tasks[index, 2]
+            num_rows, first_key, slot = tasks[index, 3], tasks[index, 5], tasks[index, 7]
+            for q in range(min(PANEL, num_rows * group - first_query) if slot >= 0 else 0):
+                of_part, head = first_row + (first_query + q) // group, kv_head * group + (first_query + q) % group
+                if ends[of_part] > first_key:
+                    highest_aside, total_aside = scales_aside[slot, 0, q], scales_aside[slot, 1, q]
+                    _fold_in(out, weights, rows[of_part], head, sums_aside[slot, q], highest_aside, total_aside)
 
     return attend_parts
+
+
+@numba.njit(nogil=True, error_model="numpy", fastmath=_FASTMATH)  # type: ignore[untyped-decorator]
+def _fold_in(out: Any, weights: Any, row: Any, head: Any, sums: Any, highest: Any, total: Any) -> None:
+    """Folds sums of values, weighed against the highest score, into what `out` holds of a row's head."""
+    result, there, new = out[row, head], weights[row, head], highest + np.log(total)
+    weights[row, head] = new
+    share_there, share_new = np.float32(0.0), np.float32(1.0) / total
+    if there == -np.inf:
+        for d in range(len(sums)):
+            result[d] = sums[d] * share_new
+        return
+    # NaN, on whichever side, reaches the result through the shares.
+    most = there if there >= new else new
+    weight_there, weight_new = exp32(there - most), exp32(new - most)
+    weights[row, head] = most + np.log(weight_there + weight_new)
+    share_there = weight_there / (weight_there + weight_new)
+    share_new *= weight_new / (weight_there + weight_new)
+    for d in range(len(sums)):
+        result[d] = result[d] * share_there + sums[d] * share_new

@@ -133,7 +133,7 @@ def test_tiles_hold_what_they_read_by_address_until_they_are_done() -> None:
 
     perturb(_M_PERTURB, 165)
     try:
-        kernel(pool.numpy(), 0, query.numpy(), 0.3, parts.rows, parts.ends, parts.tables, parts.tasks, weights, out)
+        kernel(pool.numpy(), 0, query.numpy(), 0.3, *parts.arguments, weights, out)
     finally:
         perturb(_M_PERTURB, 0)
 
