@@ -141,13 +141,14 @@ class EngineCore:
 
     # Steps.
 
-    def outlook(self) -> Outlook:
-        """What the next step could hold: from this its budget is chosen (`engine/pace.py`)."""
-        return self._planner.outlook()
+    def outlook(self, now: float) -> Outlook:
+        """What the next step could hold: from this its size is chosen (`engine/pace.py`)."""
+        return self._planner.outlook(now)
 
-    def plan(self, now: float, budget: int | None = None) -> StepPlan | None:
+    def plan(self, now: float, budget: int | None = None, sits_out: bool = False) -> StepPlan | None:
         """The next step of at most `budget` tokens (none given: `max_num_tokens`, its upper bound), or None when nothing
-        can run now. Its result has to come before the next plan."""
+        can run now. Answers that have begun have no part in one that they sit out, unless nothing else can run. Its result
+        has to come before the next plan."""
         if self._plan is not None:
             raise EngineError(f"step {self._plan.step_id} is not complete; plan() was called too early (a bug)")
         self._pool.expire(now)
@@ -155,7 +156,8 @@ class EngineCore:
         self._roster.let_go_overdue(now)
         self._steps += 1
         most = self.settings.max_num_tokens
-        self._plan = self._planner.make(self._steps, now, most if budget is None else max(1, min(budget, most)))
+        budget = most if budget is None else max(1, min(budget, most))
+        self._plan = self._planner.make(self._steps, now, budget, sits_out)
         return self._plan
 
     def complete(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
@@ -344,6 +346,7 @@ class EngineCore:
 
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> SequenceOutput:
         sequence.append(sampled.token)
+        sequence.last_token_at = now
         first = self._first_token(sequence, now) if sequence.num_output == 1 else None
         finish: FinishReason | None = finish_reason(
             self.settings,

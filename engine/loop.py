@@ -23,7 +23,7 @@ from cached.protocol import OwnerShare as HostShare
 from engine.core import EngineCore
 from engine.events import Event
 from engine.index_columns import IndexColumns
-from engine.pace import StepRates, step_budget, work_of
+from engine.pace import StepRates, StepSize, step_size, work_of
 from engine.plan import Sampled, StepPlan, StepResult
 from engine.protocol import TierState
 from engine.rates import Rate
@@ -237,7 +237,7 @@ class StepLoop:
         self._prefill_rate = prefill_rate or Rate()
         self._step_rates = step_rates or StepRates()
         self._decode_pace = decode_pace
-        self._budget = core.settings.max_num_tokens
+        self._size = StepSize(core.settings.max_num_tokens)
         self._waited_s: dict[int, float] = {}
         self._tier_state: TierState = "none" if tier is None else "absent"
         self._num_failed_in_a_row = 0
@@ -271,8 +271,8 @@ class StepLoop:
         """One step, or one sleep; a sentence when the engine should end."""
         if self._decode_pace is not None:
             most = self._core.settings.max_num_tokens
-            self._budget = step_budget(self._step_rates, self._core.outlook(), self._decode_pace, most)
-        plan = self._core.plan(self._clock(), self._budget)
+            self._size = step_size(self._step_rates, self._core.outlook(self._clock()), self._decode_pace, most)
+        plan = self._core.plan(self._clock(), self._size.num_tokens, self._size.sits_out)
         self._pass_on()
         if plan is None:
             self._sleep()
@@ -488,7 +488,7 @@ class StepLoop:
         rates = self._step_rates
         known = rates.is_known
         return {
-            "step_budget": self._budget,
+            "step_budget": self._size.num_tokens,
             "step_fixed_s": rates.fixed_s if known else None,
             "step_decode_s": rates.decode_s(0) if known else None,
             "step_prefill_s": rates.prefill_s(0) if known else None,

@@ -1,4 +1,4 @@
-"""Chooses how many tokens the next step may have, from what steps were measured to cost.
+"""Chooses how many tokens the next step may have, and who sits it out, from what steps were measured to cost.
 
 A running stream's pause between two tokens is one step, so a long prompt beside it comes in chunks; the smaller they are,
 the more of each step goes into reading the weights. `decode_pace` is the trade: a step may take that many times as long
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
 
@@ -20,8 +20,8 @@ from engine.plan import StepPlan
 YOUNG_TOKENS: Final = 8
 """Tokens of an answer during which it is young: the prompts that came together with its own still wait for theirs."""
 _YOUNG_PACE: Final = 4.0
-"""Beside none but young answers a step may take so many times as long as `decode_pace` says: a burst is over sooner, and
-each of its answers pays for it at its very beginning, once."""
+"""Young answers may pause so many times as long as `decode_pace` says: a burst is over sooner, and each of its answers pays
+for it at its very beginning. Steps are larger beside none but them, and they sit some out."""
 LEAST_PREFILL: Final = 8
 """Tokens that prompts get in a step, whatever the pace: none of them stands still."""
 _LARGE_ENOUGH: Final = 16
@@ -63,13 +63,23 @@ class StepWork:
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What the next step could hold: those that decode; from which position on the next prompt's chunk would go, and how
-    many tokens prompts have left to compute, in the order of their turns; how many of those that decode are young."""
+    many tokens prompts have left to compute, in the order of their turns; how many of those that decode are young, and
+    how long ago it is, at the most, that one of them had a token."""
 
     num_decodes: int = 0
     decode_context: int = 0
     prefill_start: int = 0
     left: Sequence[int] = ()
     num_young: int = 0
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What the next step may have: tokens, those of decodes included, and whether answers that have begun wait meanwhile."""
+
+    num_tokens: int
+    sits_out: bool = False
 
 
 def work_of(plan: StepPlan) -> StepWork:
@@ -196,20 +206,31 @@ def _is_measurement(work: StepWork, seconds: float) -> bool:
     return seconds > 0 and (work.num_decodes > 0 or work.num_prefill > 0)
 
 
-def step_budget(rates: StepRates, outlook: Outlook, decode_pace: float, most: int) -> int:
-    """Tokens that the next step may have, decodes included: at least one, at most `most`. Prompts get a chunk in every
-    step but those in which decodes are measured alone."""
+def step_size(rates: StepRates, outlook: Outlook, decode_pace: float, most: int) -> StepSize:
+    """Tokens that the next step may have: at least one, at most `most`. Prompts get a chunk in every step but those in
+    which decodes are measured alone."""
     if not rates.is_known:
-        return most
+        return StepSize(most)
     if outlook.num_decodes and rates.is_unsure:
-        return min(most, outlook.num_decodes)
+        return StepSize(min(most, outlook.num_decodes))
     chunk = _large_enough(rates, outlook, most)
     if outlook.num_decodes:
-        alone_s = rates.seconds(StepWork(outlook.num_decodes, outlook.decode_context))
-        pace = decode_pace * _YOUNG_PACE if outlook.num_young == outlook.num_decodes else decode_pace
-        chunk = _most_within(pace * alone_s, rates, outlook, chunk)
+        are_young = outlook.num_young == outlook.num_decodes
+        pause_s = decode_pace * rates.seconds(StepWork(outlook.num_decodes, outlook.decode_context))
+        pause_s *= _YOUNG_PACE if are_young else 1
+        if are_young and _may_sit_out(rates, outlook, min(chunk, sum(outlook.left)), pause_s):
+            return StepSize(min(most, max(chunk, LEAST_PREFILL)), sits_out=True)
+        chunk = _most_within(pause_s, rates, outlook, chunk)
     chunk = max(chunk, LEAST_PREFILL)
-    return min(most, outlook.num_decodes + chunk)
+    return StepSize(min(most, outlook.num_decodes + chunk))
+
+
+def _may_sit_out(rates: StepRates, outlook: Outlook, chunk: int, pause_s: float) -> bool:
+    """Whether somebody has a first token the sooner, and nobody pauses longer than this who takes part in the step after."""
+    if not outlook.left or chunk < outlook.left[0]:
+        return False
+    without = replace(outlook, num_decodes=0, decode_context=0)
+    return outlook.waited_s + _step_s(rates, without, chunk) + _step_s(rates, outlook, chunk) <= pause_s
 
 
 def _most_within(seconds: float, rates: StepRates, outlook: Outlook, most: int) -> int:
@@ -239,7 +260,7 @@ def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
 
     Several prompts have their first tokens one after another: small steps let the first of them go early, and large ones
     pay what any step costs less often. Of the chunks that end with one of them it is that with the least mean of times
-    until the first token. Until all have it, half of them decode in each step on the average.
+    until the first token. Until all have it, half of them have begun on the average, and sit out every other step.
     """
     fixed = rates.fixed_s / rates.prefill_s(outlook.prefill_start)
     # Nobody waits but one prompt: what a step costs anyhow may be believed too small, and its chunks with it.
@@ -250,6 +271,6 @@ def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
     ends = list(accumulate(max(1, left) for left in outlook.left[:count]))
 
     def mean_wait(chunk: int) -> float:
-        return _step_s(rates, outlook, chunk, more_decodes=count // 2) * sum(-(-end // chunk) for end in ends)
+        return _step_s(rates, outlook, chunk, more_decodes=count // 4) * sum(-(-end // chunk) for end in ends)
 
     return min({min(end, enough) for end in ends}, key=mean_wait)

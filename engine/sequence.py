@@ -87,6 +87,8 @@ class Sequence:
     # In the queue.
     num_passed: int = 0  # how often a later one of the same owner was admitted before it
 
+    last_token_at: float | None = None  # when the last token was sampled
+
     # Accounting, of the first admission.
     admitted_at: float | None = None
     served: Served | None = None

@@ -61,7 +61,7 @@ def act(world: World, rng: random.Random, heads: list[list[int]]) -> None:
     if kind == "submit":
         submit(world, rng, heads)
     elif kind == "step" and world.outstanding is None:
-        world.start_step(rng.choice([None, None, None, 1, 4, 16]))
+        world.start_step(rng.choice([None, None, None, 1, 4, 16]), sits_out=rng.random() < 0.2)
     elif kind == "step":
         world.finish_step()
     elif kind == "abort" and world.outstanding is not None:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pace import LEAST_PREFILL, Outlook, StepRates, StepWork, step_budget
+from engine.pace import LEAST_PREFILL, Outlook, StepRates, StepWork, step_size
 
 works = st.builds(
     StepWork,
@@ -24,12 +24,26 @@ outlooks = st.builds(
     prefill_start=st.integers(0, 10**6),
     left=st.lists(st.integers(0, 10**6), max_size=40),
     num_young=st.integers(0, 300),
+    waited_s=st.floats(0, 1e4),
+)
+
+
+crowds = st.integers(1, 40).flatmap(
+    lambda count: st.builds(
+        Outlook,
+        num_decodes=st.just(count),
+        decode_context=st.integers(0, 10**5),
+        prefill_start=st.integers(0, 4000),
+        left=st.lists(st.integers(1, 60), max_size=40),
+        num_young=st.just(count),
+        waited_s=st.floats(0, 1),
+    )
 )
 
 
 @given(
     steps=st.lists(st.tuples(works, st.floats(allow_nan=True, allow_infinity=True)), max_size=60),
-    outlook=outlooks,
+    outlook=outlooks | crowds,
     paces=st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)),
     most=st.integers(1, 10**5),
 )
@@ -40,9 +54,13 @@ def test_the_budget_is_bounded_rises_with_the_pace_and_starves_nobody(
     for work, seconds in steps:
         rates.note(work, seconds)
 
-    slow, fast = (step_budget(rates, outlook, pace, most) for pace in sorted(paces))
+    slow, fast = (step_size(rates, outlook, pace, most) for pace in sorted(paces))
 
-    assert 1 <= slow <= fast <= most
-    least = outlook.num_decodes if outlook.num_decodes and rates.is_unsure else outlook.num_decodes + LEAST_PREFILL
-    assert slow >= min(most, least)
+    of_prompts = [size.num_tokens - (0 if size.sits_out else outlook.num_decodes) for size in (slow, fast)]
+    assert of_prompts[0] <= of_prompts[1]
+    for size in (slow, fast):
+        assert 1 <= size.num_tokens <= most
+        least = outlook.num_decodes if outlook.num_decodes and rates.is_unsure else outlook.num_decodes + LEAST_PREFILL
+        assert size.num_tokens >= min(most, LEAST_PREFILL if size.sits_out else least)
+        assert not size.sits_out or 0 < outlook.num_young == outlook.num_decodes
     assert all(0 < each < math.inf for each in (rates.fixed_s, rates.decode_s(0), rates.prefill_s(0)))

@@ -175,11 +175,11 @@ class World:
         self._collect()
         return sequence_id, answer
 
-    def start_step(self, budget: int | None = None) -> StepPlan | None:
+    def start_step(self, budget: int | None = None, sits_out: bool = False) -> StepPlan | None:
         """Plan, and do what the device does before it has an answer."""
         assert self.outstanding is None
-        outlook = self.core.outlook()
-        plan = self.core.plan(self.now, budget)
+        outlook = self.core.outlook(self.now)
+        plan = self.core.plan(self.now, budget, sits_out)
         self._collect()
         if plan is not None:
             assert outlook.num_decodes or outlook.left, "a step that nobody saw coming"

@@ -715,11 +715,43 @@ def test_a_tier_that_comes_back_is_offered_everything_again() -> None:
     assert world.core.statistics().blocks_offered == 4
 
 
+def test_answers_that_have_begun_sit_out_a_step_unless_nobody_else_can_run() -> None:
+    world = World(settings(4, 16))
+    begun = world.submit(range(5), max_tokens=5)
+    world.step()
+    world.now += 3
+    assert world.core.outlook(world.now).waited_s == 3
+    new = world.submit(range(20, 26), max_tokens=5)
+
+    plan = world.start_step(sits_out=True)
+    assert plan is not None
+    assert [chunk.sequence_id for chunk in plan.chunks] == [new]
+    world.finish_step()
+    plan = world.start_step(sits_out=True)
+    assert plan is not None
+    assert [chunk.sequence_id for chunk in plan.chunks] == [begun, new]
+    world.finish_step()
+    world.run()
+
+
+def test_the_first_token_of_a_cached_prompt_is_not_sat_out() -> None:
+    """One token of it is left to compute, as of an answer that has begun."""
+    world = World(settings(4, 16))
+    world.ask(range(9))
+    begun = world.submit(range(30, 35), max_tokens=5)
+    world.step()
+    again = world.submit(range(9), max_tokens=1)
+    world.start_step(budget=1, sits_out=True)
+    world.finish_step()
+
+    assert [len(world.lives[each].output) for each in (begun, again)] == [1, 1]
+
+
 def test_an_answer_is_young_for_its_first_tokens_and_the_next_steps_are_told_so() -> None:
     world = World(settings(4, 16))
     world.submit(range(9), max_tokens=YOUNG_TOKENS + 2)
     young = []
-    while world.step() is not None and (outlook := world.core.outlook()).num_decodes:
+    while world.step() is not None and (outlook := world.core.outlook(world.now)).num_decodes:
         young.append(outlook.num_young)
 
     assert young == [1] * (YOUNG_TOKENS - 1) + [0, 0]

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.main import warm_up
-from engine.pace import LEAST_PREFILL, Outlook, StepRates, StepWork, step_budget, work_of
+from engine.pace import LEAST_PREFILL, Outlook, StepRates, StepWork, step_size, work_of
 from engine.plan import Chunk, StepPlan
 from tests.support.fake_runner import FakeInfo, FakeRunner
 
@@ -24,6 +24,13 @@ FIXED, DECODE, DECODE_CONTEXT, PREFILL, PREFILL_CONTEXT, READ = COSTS = (
 )
 """About what was measured of the demo model on two cores: weights, products, attention."""
 DEFAULT_PACE = EngineConfig.model_fields["decode_pace"].default
+
+
+def num_tokens(rates: StepRates, outlook: Outlook, decode_pace: float, most: int) -> int:
+    """Of a step in which everybody takes part."""
+    size = step_size(rates, outlook, decode_pace, most)
+    assert not size.sits_out
+    return size.num_tokens
 
 
 def cost(work: StepWork, scale: float = 1.0, costs: tuple[float, ...] = COSTS) -> float:
@@ -73,7 +80,7 @@ def test_a_step_beside_streams_takes_as_many_times_a_step_of_decodes_as_was_set(
     decodes = StepWork(num_decodes, num_decodes * 600)
     outlook = Outlook(num_decodes, num_decodes * 600, start, [4000 - start])
 
-    budget = step_budget(learn(StepRates(), noise=0.1), outlook, 2.6, 4096)
+    budget = num_tokens(learn(StepRates(), noise=0.1), outlook, 2.6, 4096)
 
     taken = cost(beside(decodes, prefill_work(budget - num_decodes, start))) / cost(decodes)
     assert taken == pytest.approx(2.6, rel=0.15)
@@ -88,7 +95,7 @@ def test_streams_keep_their_pace_through_a_long_prefill_and_it_keeps_its_rate() 
     for num_decodes in (0, 4):
         start, times[num_decodes], context = 0, 0.0, 300 * num_decodes
         while start < 4000:
-            budget = step_budget(rates, Outlook(num_decodes, context, start, [4000 - start]), DEFAULT_PACE, 512)
+            budget = num_tokens(rates, Outlook(num_decodes, context, start, [4000 - start]), DEFAULT_PACE, 512)
             chunk = min(budget - num_decodes, 4000 - start)
             work = beside(StepWork(num_decodes, context), prefill_work(chunk, start))
             seconds = cost(work) * rng.uniform(0.95, 1.05)
@@ -104,7 +111,7 @@ def test_streams_keep_their_pace_through_a_long_prefill_and_it_keeps_its_rate() 
 
 
 def test_nothing_was_measured_so_the_bound_holds() -> None:
-    assert step_budget(StepRates(), Outlook(3, 900, 0, [4000]), 2.6, 128) == 128
+    assert num_tokens(StepRates(), Outlook(3, 900, 0, [4000]), 2.6, 128) == 128
 
 
 @pytest.mark.parametrize("prefill", [0.1, 1.0, 3.0])
@@ -137,10 +144,10 @@ def test_the_warm_up_fits_any_bound_and_any_pool(max_num_tokens: int, num_blocks
 def test_one_long_prompt_alone_goes_in_chunks_that_lose_little_and_not_in_larger_ones() -> None:
     rates = learn(StepRates())
 
-    budget = step_budget(rates, Outlook(0, 0, 0, [4000]), 2.6, 8192)
+    budget = num_tokens(rates, Outlook(0, 0, 0, [4000]), 2.6, 8192)
 
     assert 0.04 < FIXED / (budget * PREFILL) < 0.09
-    assert step_budget(rates, Outlook(0, 0, 0, [4000]), 2.6, 128) == 128
+    assert num_tokens(rates, Outlook(0, 0, 0, [4000]), 2.6, 128) == 128
 
 
 def test_many_short_prompts_go_in_steps_of_which_the_first_end_early() -> None:
@@ -151,7 +158,7 @@ def test_many_short_prompts_go_in_steps_of_which_the_first_end_early() -> None:
         ends = [math.ceil(20 * (place + 1) / chunk) * (FIXED + PREFILL * chunk) for place in range(16)]
         return sum(ends) / len(ends)
 
-    budget = step_budget(rates, Outlook(0, 0, 0, [20] * 16), 2.6, 512)
+    budget = num_tokens(rates, Outlook(0, 0, 0, [20] * 16), 2.6, 512)
 
     best = min(mean_wait(chunk) for chunk in range(20, 321, 20))
     assert mean_wait(budget // 20 * 20) <= 1.1 * best
@@ -161,8 +168,8 @@ def test_many_short_prompts_go_in_steps_of_which_the_first_end_early() -> None:
 def test_a_crowd_behind_one_long_prefix_does_not_make_its_chunks_small() -> None:
     rates = learn(StepRates())
 
-    alone = step_budget(rates, Outlook(0, 0, 0, [1000]), 2.6, 512)
-    with_crowd = step_budget(rates, Outlook(0, 0, 0, [1000, *[20] * 15]), 2.6, 512)
+    alone = num_tokens(rates, Outlook(0, 0, 0, [1000]), 2.6, 512)
+    with_crowd = num_tokens(rates, Outlook(0, 0, 0, [1000, *[20] * 15]), 2.6, 512)
 
     assert alone / 2 < with_crowd <= alone
 
@@ -173,12 +180,46 @@ def test_the_rest_of_a_burst_goes_on_beside_answers_that_have_only_begun() -> No
     decodes = StepWork(4, 4 * 1020)
     left = [20] * 12
 
-    young = step_budget(rates, Outlook(4, decodes.decode_context, 1000, left, num_young=4), 2.5, 512)
-    mixed = step_budget(rates, Outlook(4, decodes.decode_context, 1000, left, num_young=3), 2.5, 512)
+    young = num_tokens(rates, Outlook(4, decodes.decode_context, 1000, left, num_young=4, waited_s=0.5), 2.5, 512)
+    mixed = num_tokens(rates, Outlook(4, decodes.decode_context, 1000, left, num_young=3), 2.5, 512)
 
     assert cost(beside(decodes, prefill_work(mixed - 4, 1000))) / cost(decodes) == pytest.approx(2.5, rel=0.15)
     assert 2.5 < cost(beside(decodes, prefill_work(young - 4, 1000))) / cost(decodes) < 10.5
     assert young > 2 * mixed
+
+
+def test_answers_that_have_only_begun_sit_out_what_their_pause_allows() -> None:
+    """Of sixteen that come at once on one cached prefix: none pauses for longer than young answers may, and some sit out."""
+    rates = learn(StepRates())
+    num_begun = waited_s = taken = 0.0
+    pauses, sat_out = [], []
+    left = [20] * 16
+    while left:
+        num_begun = 16 - len(left)
+        decodes = StepWork(num_begun, num_begun * 1020)
+        size = step_size(rates, Outlook(num_begun, decodes.decode_context, 1000, left, num_begun, waited_s), 2.5, 512)
+        sat_out.append(size.sits_out)
+        chunk = size.num_tokens - (0 if size.sits_out else num_begun)
+        taken = cost(beside(StepWork() if size.sits_out else decodes, prefill_work(chunk, 1000)))
+        if size.sits_out:
+            waited_s += taken
+        elif num_begun:
+            pauses.append((waited_s + taken) / cost(decodes))
+            waited_s = 0.0
+        left = left[chunk // 20 :]
+
+    assert any(sat_out)
+    assert not all(sat_out[1:])
+    assert max(pauses) < 4 * 2.5 * 1.1
+
+
+def test_nobody_sits_out_for_a_prompt_that_does_not_end_in_the_step() -> None:
+    rates = learn(StepRates())
+
+    for left, sits_out in (([4000], False), ([20], True), ([], False)):
+        size = step_size(rates, Outlook(8, 8 * 1020, 0, left, num_young=8), 2.5, 512)
+        assert size.sits_out is sits_out
+    assert not step_size(rates, Outlook(8, 8 * 1020, 0, [20], num_young=7), 2.5, 512).sits_out
 
 
 @pytest.mark.parametrize("scale", [0.25, 4.0])
@@ -194,24 +235,24 @@ def test_a_machine_that_changes_is_followed(scale: float) -> None:
 def test_what_prefill_costs_is_remembered_while_only_decodes_run() -> None:
     rates = learn(StepRates())
     outlook = Outlook(4, 1200, 0, [4000])
-    before = step_budget(rates, outlook, 2.6, 512)
+    before = num_tokens(rates, outlook, 2.6, 512)
     rng = random.Random(4)
 
     for _ in range(10_000):
         rates.note(StepWork(4, 1200), cost(StepWork(4, 1200)) * rng.uniform(0.8, 1.3))
 
-    assert step_budget(rates, outlook, 2.6, 512) == pytest.approx(before, rel=0.2)
+    assert num_tokens(rates, outlook, 2.6, 512) == pytest.approx(before, rel=0.2)
 
 
 def test_a_machine_that_is_slower_while_a_prefill_never_ends_is_followed() -> None:
     rates = learn(StepRates())
     outlook = Outlook(4, 1200, 1000, [10**6])
     for _ in range(1200):
-        chunk = step_budget(rates, outlook, 2.6, 512) - 4
+        chunk = num_tokens(rates, outlook, 2.6, 512) - 4
         work = beside(StepWork(4, 1200), prefill_work(chunk, 1000) if chunk else StepWork())
         rates.note(work, cost(work, 3.0))
 
-    chunk = step_budget(rates, outlook, 2.6, 512) - 4
+    chunk = num_tokens(rates, outlook, 2.6, 512) - 4
     assert 1.8 < cost(beside(StepWork(4, 1200), prefill_work(chunk, 1000))) / cost(StepWork(4, 1200)) < 3.2
 
 
@@ -219,11 +260,11 @@ def test_a_machine_that_is_slower_while_a_prefill_never_ends_is_followed() -> No
 def test_one_impossible_duration_changes_little(seconds: float) -> None:
     rates = learn(StepRates())
     outlook = Outlook(4, 1200, 0, [4000])
-    before = step_budget(rates, outlook, 2.6, 512)
+    before = num_tokens(rates, outlook, 2.6, 512)
 
     rates.note(beside(StepWork(4, 1200), prefill_work(40)), seconds)
 
-    assert step_budget(rates, outlook, 2.6, 512) == pytest.approx(before, rel=0.35)
+    assert num_tokens(rates, outlook, 2.6, 512) == pytest.approx(before, rel=0.35)
 
 
 def test_now_and_then_decodes_run_alone_and_are_measured() -> None:
@@ -233,7 +274,7 @@ def test_now_and_then_decodes_run_alone_and_are_measured() -> None:
     rates.note(StepWork(4, 1200), cost(StepWork(4, 1200)))
     chunks = []
     for _ in range(300):
-        chunks.append(step_budget(rates, outlook, 2.6, 512) - 4)
+        chunks.append(num_tokens(rates, outlook, 2.6, 512) - 4)
         work = beside(StepWork(4, 1200), prefill_work(chunks[-1], 1000) if chunks[-1] else StepWork())
         rates.note(work, cost(work))
 
@@ -247,5 +288,5 @@ def test_a_plan_is_what_its_chunks_attend_to() -> None:
 
 
 def test_prompts_never_stand_still() -> None:
-    assert step_budget(learn(StepRates()), Outlook(20, 6000, 0, [4000]), 1.0, 512) == 20 + LEAST_PREFILL
-    assert step_budget(learn(StepRates()), Outlook(508, 6000, 0, [4000]), 1.0, 512) == 512
+    assert num_tokens(learn(StepRates()), Outlook(20, 6000, 0, [4000]), 1.0, 512) == 20 + LEAST_PREFILL
+    assert num_tokens(learn(StepRates()), Outlook(508, 6000, 0, [4000]), 1.0, 512) == 512

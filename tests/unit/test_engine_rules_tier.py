@@ -288,7 +288,7 @@ def test_one_that_ran_before_and_waits_for_a_load_of_its_whole_prompt_still_has_
     world.submit(range(12), max_tokens=4)
     lefts = []
     for _ in range(6):
-        lefts.append(list(world.core.outlook().left))
+        lefts.append(list(world.core.outlook(world.now).left))
         if world.start_step() is not None:
             world.finish_step()
         while world.lookups:
