@@ -97,55 +97,48 @@ class FusedModel:
         rotation = self._rotation(batch, residual)
         normalise(hidden.residual_array, self._layers[0].input_norm, self._epsilon, hidden.normed_array)
 
-        projected = self._layers[0].qkv(hidden.normed)
+        projected = self._layers[0].qkv(hidden.normed).numpy()
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            heads = projected.view(-1, self._heads + 2 * self._kv_heads, self.shape.head_dim)
+            heads = projected.reshape(-1, self._heads + 2 * self._kv_heads, self.shape.head_dim)
             if layer.norms_on_heads is not None:
                 of_query, of_key = layer.norms_on_heads
-                normalise_heads(heads.numpy(), of_query, self._epsilon, 0, self._heads)
-                normalise_heads(heads.numpy(), of_key, self._epsilon, self._heads, self._kv_heads)
+                normalise_heads(heads, of_query, self._epsilon, 0, self._heads)
+                normalise_heads(heads, of_key, self._epsilon, self._heads, self._kv_heads)
             if index < last:
-                context.attend_projected(index, heads, rotation, self._scale, hidden.attended)
+                context.attend_projected(index, heads, rotation, self._scale, hidden.attended_array)
                 following = self._layers[index + 1]
-                projected = self._go_on(layer, hidden, following.input_norm, following.qkv)
+                projected = self._go_on(layer, hidden, following.input_norm, following.qkv, projected)
                 continue
             # Nothing reads what the last layer makes of tokens after which none is sampled.
             wanted = torch.from_numpy(batch.logit_rows)
             is_read = len(wanted) > 0
-            context.attend_projected(index, heads, rotation, self._scale, hidden.attended if is_read else None)
+            context.attend_projected(index, heads, rotation, self._scale, hidden.attended_array if is_read else None)
             if not is_read:
                 return torch.empty((0, self.shape.vocab_size))
             if len(wanted) < rows:
                 attended = hidden.attended[wanted]
                 hidden = self._arrays(hidden.residual[wanted])
                 hidden.attended.copy_(attended)
-        return self._go_on(layer, hidden, self._final_norm, self._head)
+        logits = np.empty((len(hidden.residual), self.shape.vocab_size), np.float32)
+        return torch.from_numpy(self._go_on(layer, hidden, self._final_norm, self._head, logits))
 
-    def _go_on(self, layer: _Layer, hidden: _Hidden, next_norm: np.ndarray, following: Linear) -> torch.Tensor:
-        """All of a layer behind its attention, the norm before whatever comes next, and the first product of that."""
+    def _go_on(
+        self, layer: _Layer, hidden: _Hidden, next_norm: np.ndarray, following: Linear, out: np.ndarray
+    ) -> np.ndarray:
+        """All of a layer behind its attention, the norm before whatever comes next, and the first product of that, for
+        which `out` has room."""
         if layer.held is not None and isinstance(following, PanelLinear):
-            found = torch.empty((len(hidden.residual), following.num_outputs))
-            attention_out, gate_up, mlp_down = layer.held
             between_attentions(
-                *hidden.of_kernel,
-                found.numpy(),
-                attention_out,
-                gate_up,
-                mlp_down,
-                following.held,
-                layer.mlp_norm,
-                next_norm,
-                np.float32(self._epsilon),
-                numba.get_num_threads(),
+                *hidden.of_kernel, out, *layer.held, following.held, layer.mlp_norm, next_norm, *hidden.constants
             )
-            return found
+            return out
         delta = layer.attention_out(hidden.attended_rows)
         add_normalise(hidden.residual_array, delta.numpy(), layer.mlp_norm, self._epsilon, hidden.normed_array)
         gate(layer.gate_up(hidden.normed).numpy(), hidden.gated_array)
         delta = layer.mlp_down(hidden.gated)
         add_normalise(hidden.residual_array, delta.numpy(), next_norm, self._epsilon, hidden.normed_array)
-        return following(hidden.normed)
+        return following(hidden.normed).numpy()
 
     def _arrays(self, residual: torch.Tensor) -> _Hidden:
         """What goes from layer to layer."""
@@ -164,6 +157,7 @@ class FusedModel:
             gated,
             residual_array,
             normed_array,
+            attended.numpy(),
             gated_array,
             (
                 attended_rows.numpy()[np.newaxis],
@@ -173,6 +167,7 @@ class FusedModel:
                 np.empty_like(residual_array),
                 np.empty((rows, 2 * down.num_inputs), np.float32),
             ),
+            (np.float32(self._epsilon), numba.get_num_threads()),
         )
 
     def _rotation(self, batch: PackedBatch, like: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -193,8 +188,10 @@ class _Hidden:
     gated: torch.Tensor
     residual_array: np.ndarray
     normed_array: np.ndarray
+    attended_array: np.ndarray
     gated_array: np.ndarray
-    of_kernel: tuple[Any, ...]  # As `between_attentions` is given them.
+    of_kernel: tuple[Any, ...]  # As `between_attentions` is given them: first, and at the end.
+    constants: tuple[Any, ...]
 
 
 def _pack_layer(layer: Any, linear: LinearFactory) -> _Layer:

@@ -7,13 +7,13 @@ to do (`paged_decode.py`); for many, products are (`tiled.py`).
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numba
 import numpy as np
 import torch
 
-from engine.attention.interface import Rotation
+from engine.attention.interface import Floats, Rotation
 from engine.attention.paged_decode import segment_kernel
 from engine.attention.tiled import Part, Parts, plan_parts, tiled_kernel
 from engine.batch import PackedBatch, ShortRows
@@ -63,6 +63,7 @@ class CpuStep:
         self._kv_heads = kv.layout.num_kv_heads
         self._batch = batch
         self._parts: tuple[Parts, ...] | None = None
+        self._of_short: tuple[Any, ...] | None = None  # What the kernel for short rows is given in each layer.
         self._token_rows: torch.Tensor | None = None  # Where `attend` writes; fused layers store by themselves.
 
     def _planned(self, group: int) -> tuple[Parts, ...]:
@@ -93,60 +94,49 @@ class CpuStep:
             self._token_rows = self._kv.token_rows(torch.from_numpy(self._batch.slot_mapping))
         self._kv.write(layer, self._token_rows, key, value)
         out = torch.empty(query.shape)
-        self._attend(layer, query.contiguous().numpy(), scale, out)
+        self._attend(layer, query.contiguous().numpy(), scale, out.numpy())
         return out
 
     def attend_projected(
-        self, layer: int, projected: torch.Tensor, rotation: Rotation, scale: float, out: torch.Tensor | None
+        self, layer: int, projected: Floats, rotation: Rotation, scale: float, out: Floats | None
     ) -> None:
         """As `attend`, from what the projection gave: Q, K and V one after another, `[row, head, head_dim]`, rotated
         here. `out` is `[row, query head, head_dim]`; without it nothing is attended, only stored. Rows beyond those of
         the step are left alone."""
-        rows = projected.numpy()
-        rotate_and_store(rows, *rotation, self._pool, layer, self._blocks, self._offsets)
+        rotate_and_store(projected, *rotation, self._pool, layer, self._blocks, self._offsets)
         if out is not None:
-            self._attend(layer, rows, scale, out)
+            self._attend(layer, projected, scale, out)
 
-    def _attend(self, layer: int, queries: np.ndarray, scale: float, out: torch.Tensor) -> None:
+    def _attend(self, layer: int, queries: Floats, scale: float, out: Floats) -> None:
         heads, head_dim = out.shape[1:]
         group = heads // self._kv_heads
         if not self._is_short_only:
             if self._weights.shape != out.shape[:2]:
-                self._weights = np.empty(out.shape[:2], np.float32)
+                self._weights, self._of_short = np.empty(out.shape[:2], np.float32), None
             self._weights.fill(-np.inf)
             for parts in self._planned(group):
-                tiled_kernel(head_dim, group)(
-                    self._pool,
-                    layer,
-                    queries,
-                    float(scale),
-                    *parts.arguments,
-                    self._weights,
-                    out.numpy(),
-                )
+                kernel = tiled_kernel(head_dim, group)
+                kernel(self._pool, layer, queries, float(scale), *parts.arguments, self._weights, out)
         if self._batch.short is not None:
             self._attend_short(self._batch.short, layer, queries, scale, out)
 
-    def _attend_short(self, short: ShortRows, layer: int, queries: np.ndarray, scale: float, out: torch.Tensor) -> None:
+    def _attend_short(self, short: ShortRows, layer: int, queries: Floats, scale: float, out: Floats) -> None:
         heads, head_dim = out.shape[1:]
-        shape = (len(short.item_row), heads, head_dim + 2)
+        if self._of_short is None:
+            shape = (len(short.item_row), heads, head_dim + 2)
+            self._of_short = (
+                short.item_row,
+                short.item_table,
+                short.item_first,
+                short.item_last,
+                short.tables,
+                short.row_items,
+                self._attention.scratch(shape[0] * shape[1] * shape[2]).reshape(shape),
+                self._is_short_only,
+                _NO_WEIGHTS if self._is_short_only else self._weights,
+            )
         kernel = segment_kernel(head_dim, heads // self._kv_heads)
-        kernel(
-            self._pool,
-            layer,
-            queries,
-            float(scale),
-            short.item_row,
-            short.item_table,
-            short.item_first,
-            short.item_last,
-            short.tables,
-            short.row_items,
-            self._attention.scratch(shape[0] * shape[1] * shape[2]).reshape(shape),
-            self._is_short_only,
-            _NO_WEIGHTS if self._is_short_only else self._weights,
-            out.numpy(),
-        )
+        kernel(self._pool, layer, queries, float(scale), *self._of_short, out)
 
 
 _NO_WEIGHTS: Final = np.empty((0, 0), np.float32)

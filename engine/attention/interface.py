@@ -29,7 +29,8 @@ IMPLEMENTATION = "halocline_paged"
 _log = logging.getLogger(__name__)
 
 
-Rotation = tuple[NDArray[np.float32], NDArray[np.float32]]
+Floats = NDArray[np.float32]
+Rotation = tuple[Floats, Floats]
 """RoPE's cosines and sines of a step, `[row, head_dim]`."""
 
 
@@ -45,7 +46,7 @@ class ProjectedStep(AttentionStep, Protocol):
     """What fused layers need of it, in addition."""
 
     def attend_projected(
-        self, layer: int, projected: torch.Tensor, rotation: Rotation, scale: float, out: torch.Tensor | None
+        self, layer: int, projected: Floats, rotation: Rotation, scale: float, out: Floats | None
     ) -> None: ...
 
 
@@ -83,7 +84,7 @@ class StepContext:
         return self._step.attend(layer, asks, keys, values, scale).unsqueeze(0)
 
     def attend_projected(
-        self, layer: int, projected: torch.Tensor, rotation: Rotation, scale: float, out: torch.Tensor | None
+        self, layer: int, projected: Floats, rotation: Rotation, scale: float, out: Floats | None
     ) -> None:
         """For fused layers: see `CpuStep.attend_projected`. They are used only beside the attention that has it."""
         if self._abandon():
