@@ -54,6 +54,11 @@ class ShortRows:
     tables: SmallInts
     row_items: SmallInts
 
+    @property
+    def arguments(self) -> tuple[SmallInts, ...]:
+        """As the kernel takes them."""
+        return self.item_row, self.item_table, self.item_first, self.item_last, self.tables, self.row_items
+
 
 @dataclass(frozen=True, slots=True)
 class SharedSpan:

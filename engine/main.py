@@ -30,6 +30,7 @@ from engine import host_events, logs
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineConfigError, EngineError, ModelRefused
+from engine.kernel_builds import KernelBuilds, start_builds
 from engine.loop import Inbox, StepLoop
 from engine.metrics import MetricsEndpoint, check_listen
 from engine.pace import StepRates, work_of
@@ -90,20 +91,24 @@ def _load(config: EngineConfig) -> tuple[ModelRunner, Rate, StepRates]:
     than there are processors, none waits a moment for work any more (`engine/environment.py`). So whoever steps must be
     the only one.
     """
+    builds = start_builds(config)
     with ThreadPoolExecutor(1, "engine-load") as loader:
         try:
-            return loader.submit(_load_here, config).result()
+            return loader.submit(_load_here, config, builds).result()
         except KeyboardInterrupt:
+            builds.stop()
             sys.stderr.flush()
             os._exit(0)  # There is nothing to leave in order yet, and the thread cannot be interrupted inside torch.
+        finally:
+            builds.stop()
 
 
-def _load_here(config: EngineConfig) -> tuple[ModelRunner, Rate, StepRates]:
+def _load_here(config: EngineConfig, builds: KernelBuilds) -> tuple[ModelRunner, Rate, StepRates]:
     progress = Progress()
     progress("loading libraries", 0.0)
     from engine.runner import load_runner  # Imports torch, which takes seconds: not before it is needed.
 
-    runner = load_runner(config, progress)
+    runner = load_runner(config, progress, builds)
     progress("measuring a full step", 0.0)
     return runner, *warm_up(runner, config.max_num_tokens)
 

@@ -13,7 +13,7 @@ import numba
 
 from engine import layer_kernels as parts
 from engine.layer_kernels import PARALLEL_ROWS
-from engine.panel_linear import multiply
+from engine.panel_products import multiply
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]

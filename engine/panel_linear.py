@@ -14,16 +14,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numba
 import numpy as np
 import torch
 
 from engine.linears import joined_bias
-from engine.register_tiles import MOST_ROWS, PANEL, multiply_panel
+from engine.panel_products import multiply
+from engine.register_tiles import MOST_ROWS, PANEL
 
-_PANEL_BYTES: Final = 4 * PANEL
 # What a block of rows may take of a core's second cache; the panel that passes by takes some 100 KB.
 _BLOCK_BYTES: Final = 512 * 1024
 _HUGE_PAGE: Final = 2 * 2**20
@@ -100,62 +100,3 @@ def _put(weight: np.ndarray, begin: int, panels: np.ndarray) -> None:
         count = min(len(weight) - done, PANEL - lane)
         panels[panel, :, lane : lane + count] = weight[done : done + count].T
         done += count
-
-
-@numba.njit(parallel=True, nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def multiply(
-    rows: Any,  # float32 [piece, row, input of a piece]
-    panels: Any,  # float32 [panel, input, output of the panel]
-    bias: Any,  # float32 [output], or empty
-    block_rows: int,
-    out: Any,  # float32 [row, output]
-    num_threads: int,
-) -> None:
-    """The product of all rows and all panels, into `out`."""
-    pieces, num_rows, inputs = rows.shape
-    num_panels = panels.shape[0]
-    num_outputs = out.shape[1]
-    num_blocks = (num_rows + block_rows - 1) // block_rows
-    # Each thread takes an equal, contiguous part of the tasks: some of the panels, for one block of rows after another.
-    shared_panels = (num_panels + num_threads - 1) // num_threads
-    row_bytes = inputs * 4
-    has_bias = len(bias) > 0
-    rows_at, panels_at, out_at = np.int64(rows.ctypes.data), np.int64(panels.ctypes.data), np.int64(out.ctypes.data)
-    for task in numba.prange(num_blocks * num_panels):
-        first_panel = task // (num_blocks * shared_panels) * shared_panels
-        some_panels = min(shared_panels, num_panels - first_panel)
-        of_share = task - first_panel * num_blocks
-        first_row = of_share // some_panels * block_rows
-        panel = first_panel + of_share % some_panels
-        count = min(block_rows, num_rows - first_row)
-        first_output = panel * PANEL
-        width = min(PANEL, num_outputs - first_output)
-        target, target_bytes = out_at + (first_row * num_outputs + first_output) * 4, num_outputs * 4
-        # The last panel may have more outputs than there are; what it gives is copied as far as it counts.
-        beside = np.empty((count if width < PANEL else 0, PANEL), np.float32)
-        if width < PANEL:
-            target, target_bytes = np.int64(beside.ctypes.data), _PANEL_BYTES
-        if has_bias:
-            for row in range(count):
-                for output in range(width):
-                    if width < PANEL:
-                        beside[row, output] = bias[first_output + output]
-                    else:
-                        out[first_row + row, first_output + output] = bias[first_output + output]
-        for piece in range(pieces):
-            multiply_panel(
-                count,
-                rows_at + (piece * num_rows + first_row) * row_bytes,
-                row_bytes,
-                np.int64(4),
-                panels_at + (panel * pieces + piece) * inputs * _PANEL_BYTES,
-                np.int64(_PANEL_BYTES),
-                inputs,
-                target,
-                target_bytes,
-                has_bias or piece > 0,
-            )
-        if width < PANEL:
-            for row in range(count):
-                for output in range(width):
-                    out[first_row + row, first_output + output] = beside[row, output]

@@ -16,10 +16,12 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.attention.interface import Attention, StepAbandoned, StepContext, can_compile, choose_attention
+from engine.attention.interface import Attention, StepAbandoned, StepContext, choose_attention
 from engine.batch import PackedBatch, pack
 from engine.config import EngineConfig
 from engine.errors import EngineConfigError, ModelRefused
+from engine.kernel_builds import KernelBuilds
+from engine.kernel_cache import can_compile
 from engine.kv_memory import TORCH_DTYPES, KvMemory
 from engine.layout import BlockLayout, layout_fingerprint
 from engine.memory_limits import available_memory
@@ -118,8 +120,11 @@ class ModelRunner:
         return tuple(sampled), tuple(failed)
 
 
-def load_runner(config: EngineConfig, progress: Progress = lambda what, share: None) -> ModelRunner:
-    """Loads, sizes and warms up. Raises ModelRefused or EngineConfigError with what to change.
+def load_runner(
+    config: EngineConfig, progress: Progress = lambda what, share: None, builds: KernelBuilds | None = None
+) -> ModelRunner:
+    """Loads, sizes and warms up, the last when `builds` are over. Raises ModelRefused or EngineConfigError with what to
+    change.
 
     `progress` is told what is being done and how far it is, from 0 to 1; it may be called from another thread.
     """
@@ -167,6 +172,8 @@ def load_runner(config: EngineConfig, progress: Progress = lambda what, share: N
         quantization=config.quantization,
     )
     runner = ModelRunner(model, kv, attention, info, _quickest_scan(device, kernels))
+    if builds is not None:
+        builds.wait(progress)
     progress("warming up", 0.0)
     _warm_up(runner)
     progress("ready", 1.0)

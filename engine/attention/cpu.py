@@ -125,12 +125,7 @@ class CpuStep:
         if self._of_short is None:
             shape = (len(short.item_row), heads, head_dim + 2)
             self._of_short = (
-                short.item_row,
-                short.item_table,
-                short.item_first,
-                short.item_last,
-                short.tables,
-                short.row_items,
+                *short.arguments,
                 self._attention.scratch(shape[0] * shape[1] * shape[2]).reshape(shape),
                 self._is_short_only,
                 _NO_WEIGHTS if self._is_short_only else self._weights,

@@ -6,11 +6,8 @@ along as a keyword argument, so that nothing global says what is being computed.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -21,6 +18,7 @@ from transformers import AttentionInterface
 
 from engine.attention.gather import GatherAttention
 from engine.batch import PackedBatch
+from engine.kernel_cache import can_compile
 from engine.kv_memory import KvMemory
 
 IMPLEMENTATION = "halocline_paged"
@@ -119,46 +117,6 @@ def choose_attention(kv: KvMemory, kernel_cache_dir: Path | None) -> Attention:
         return GatherAttention(kv)
     most_threads: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     return CpuAttention(kv, num_threads=max(1, min(torch.get_num_threads(), most_threads)))
-
-
-def can_compile(kernel_cache_dir: Path | None) -> bool:
-    """Whether numba works here. To be asked before the first module with kernels is imported, because it also says
-    where their compiled code is kept."""
-    try:
-        import numba
-    except Exception as error:
-        # numba fails in its own ways on machines it does not know; the plain path is slower and right.
-        _log.warning("kernels cannot be compiled here, the engine is slower without them: %s", error)
-        return False
-    if kernel_cache_dir is not None:
-        # numba knows a kernel by the file that it stands in, and not by those that it is built from.
-        directory = kernel_cache_dir / _sources_digest()
-        if _is_ours(directory):
-            numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
-    return True
-
-
-@cache
-def _sources_digest() -> str:
-    """A name that changes with any kernel of this package."""
-    package = Path(__file__).parent.parent
-    texts = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
-    return hashlib.sha256(b"".join(text for text in texts if b"numba" in text)).hexdigest()[:16]
-
-
-def _is_ours(directory: Path) -> bool:
-    """Whether compiled code may be kept there: what numba loads from its cache it executes, so nobody else may write
-    to it. Where not, numba finds a place of its own beside the package or below the user's home."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        _log.warning("compiled kernels cannot be kept in %s: %s", directory, error)
-        return False
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        _log.warning("compiled kernels are not kept in %s, which others may write to; chmod go-w it", directory)
-        return False
-    return True
 
 
 def _attend(

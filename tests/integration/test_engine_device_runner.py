@@ -18,14 +18,19 @@ from transformers import AutoModelForCausalLM
 
 import engine.runner
 from engine.attention.gather import GatherAttention
-from engine.attention.interface import Attention, StepContext, _is_ours, choose_attention
+from engine.attention.interface import Attention, StepContext, choose_attention
+from engine.attention.paged_decode import segment_kernel
+from engine.attention.tiled import tiled_kernel
 from engine.batch import pack
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.fused import fuse
+from engine.kernel_builds import BUILDS
+from engine.kernel_cache import is_ours
 from engine.kv_memory import KvMemory
 from engine.model import load_model
 from engine.model_files import inspect_model
+from engine.panel_block import between_attentions
 from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan
 from engine.protocol import Sampling
 from engine.runner import ForwardPass, ModelRunner, load_runner
@@ -203,16 +208,29 @@ def test_weights_that_change_while_they_are_read_are_refused(tmp_path: Path, mon
         _runner(tmp_path, directory)
 
 
+def test_kernels_are_compiled_ahead_for_the_arrays_that_the_engine_has(tmp_path: Path) -> None:
+    """Compiled for any others, they would be compiled once more, when the start has already waited for them."""
+    _runner(tmp_path)  # Has run a chunk and a decode: tiny_config's heads are of 8, three of them for each KV head.
+    kernels = (tiled_kernel(8, 3), segment_kernel(8, 3), between_attentions)
+    before = [list(kernel.signatures) for kernel in kernels]
+    assert all(before)
+
+    for build in BUILDS.values():
+        build(8, 3)
+
+    assert [list(kernel.signatures) for kernel in kernels] == before
+
+
 def test_kernels_are_kept_only_where_nobody_else_may_write(tmp_path: Path) -> None:
     """What numba finds in its cache it executes."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "file").touch()
 
-    assert _is_ours(tmp_path / "new")
+    assert is_ours(tmp_path / "new")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
-    assert not _is_ours(tmp_path / "open")
-    assert not _is_ours(tmp_path / "file" / "below")
+    assert not is_ours(tmp_path / "open")
+    assert not is_ours(tmp_path / "file" / "below")
 
 
 def test_the_demo_model_equals_plain_transformers_cold_chunked_and_in_company(demo_model_dir: Path) -> None:

@@ -1,0 +1,56 @@
+"""Where compiled kernels are kept between starts, and whether anything can be compiled on this machine at all."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from functools import cache
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+
+def can_compile(kernel_cache_dir: Path | None) -> bool:
+    """Whether numba works here. To be asked before the first module with kernels is imported, because it also says
+    where their compiled code is kept."""
+    try:
+        import numba
+    except Exception as error:
+        # numba fails in its own ways on machines it does not know; the plain path is slower and right.
+        _log.warning("kernels cannot be compiled here, the engine is slower without them: %s", error)
+        return False
+    if kernel_cache_dir is not None:
+        directory = directory_in(kernel_cache_dir)
+        if is_ours(directory):
+            numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
+    return True
+
+
+def directory_in(kernel_cache_dir: Path) -> Path:
+    """Where the kernels of this version are kept: numba knows a kernel by the file that it stands in, and not by those
+    that it is built from."""
+    return kernel_cache_dir / _sources_digest()
+
+
+@cache
+def _sources_digest() -> str:
+    """A name that changes with any kernel of this package."""
+    package = Path(__file__).parent
+    texts = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
+    return hashlib.sha256(b"".join(text for text in texts if b"numba" in text)).hexdigest()[:16]
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether compiled code may be kept there: what numba loads from its cache it executes, so nobody else may write
+    to it. Where not, numba finds a place of its own beside the package or below the user's home."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        _log.warning("compiled kernels cannot be kept in %s: %s", directory, error)
+        return False
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        _log.warning("compiled kernels are not kept in %s, which others may write to; chmod go-w it", directory)
+        return False
+    return True
