@@ -110,14 +110,14 @@ def build_tiles(head_dim: int, group: int) -> None:
     """Attention of chunks and shared prefixes."""
     import numpy as np
 
-    from engine.attention.tiled import Part, plan_parts, tiled_kernel
+    from engine.attention.tiled import Part, attend_parts, plan_parts
 
     rows, tokens = 2, 4
     pool = np.zeros((1, 1, 2, tokens, 1, head_dim), np.float32)
     query, out = (np.zeros((rows, group, head_dim), np.float32) for _ in range(2))
     weights = np.full((rows, group), -np.inf, np.float32)
     parts = plan_parts([Part(np.arange(rows), np.arange(rows) + 1, np.arange(1), 0)], 1, group, 1)
-    tiled_kernel(head_dim, group)(pool, 0, query, 1.0, *parts.arguments, weights, out)
+    attend_parts(pool, 0, query, 1.0, *parts.arguments, weights, out)
 
 
 def build_segments(head_dim: int, group: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import numba
 import numpy as np
 
+from engine.claims import claim
 from engine.register_tiles import PANEL, multiply_panel
 
 _PANEL_BYTES: Final = 4 * PANEL
@@ -26,46 +27,53 @@ def multiply(
     num_panels = panels.shape[0]
     num_outputs = out.shape[1]
     num_blocks = (num_rows + block_rows - 1) // block_rows
-    # Each thread takes an equal, contiguous part of the tasks: some of the panels, for one block of rows after another.
-    shared_panels = (num_panels + num_threads - 1) // num_threads
     row_bytes = inputs * 4
     has_bias = len(bias) > 0
     rows_at, panels_at, out_at = np.int64(rows.ctypes.data), np.int64(panels.ctypes.data), np.int64(out.ctypes.data)
-    for task in numba.prange(num_blocks * num_panels):
-        first_panel = task // (num_blocks * shared_panels) * shared_panels
-        some_panels = min(shared_panels, num_panels - first_panel)
-        of_share = task - first_panel * num_blocks
-        first_row = of_share // some_panels * block_rows
-        panel = first_panel + of_share % some_panels
-        count = min(block_rows, num_rows - first_row)
-        first_output = panel * PANEL
-        width = min(PANEL, num_outputs - first_output)
-        target, target_bytes = out_at + (first_row * num_outputs + first_output) * 4, num_outputs * 4
-        # The last panel may have more outputs than there are; what it gives is copied as far as it counts.
-        beside = np.empty((count if width < PANEL else 0, PANEL), np.float32)
-        if width < PANEL:
-            target, target_bytes = np.int64(beside.ctypes.data), _PANEL_BYTES
-        if has_bias:
-            for row in range(count):
-                for output in range(width):
-                    if width < PANEL:
-                        beside[row, output] = bias[first_output + output]
-                    else:
-                        out[first_row + row, first_output + output] = bias[first_output + output]
-        for piece in range(pieces):
-            multiply_panel(
-                count,
-                rows_at + (piece * num_rows + first_row) * row_bytes,
-                row_bytes,
-                np.int64(4),
-                panels_at + (panel * pieces + piece) * inputs * _PANEL_BYTES,
-                np.int64(_PANEL_BYTES),
-                inputs,
-                target,
-                target_bytes,
-                has_bias or piece > 0,
-            )
-        if width < PANEL:
-            for row in range(count):
-                for output in range(width):
-                    out[first_row + row, first_output + output] = beside[row, output]
+    # A task is one panel for one block of rows. Of its share of the panels, a thread takes all for one block after another.
+    claims = np.zeros(num_blocks * num_panels, np.uint8)
+    for thread in numba.prange(num_threads):
+        for helped in range(num_threads):
+            owner = (thread + helped) % num_threads
+            first_panel, end_panel = owner * num_panels // num_threads, (owner + 1) * num_panels // num_threads
+            some_panels = end_panel - first_panel
+            num_tasks = num_blocks * some_panels
+            for turn in range(num_tasks):
+                # Its own from the beginning, others' from the end.
+                task = turn if helped == 0 else num_tasks - 1 - turn
+                block, panel = task // some_panels, first_panel + task % some_panels
+                if not claim(claims, block * num_panels + panel):
+                    continue
+                first_row = block * block_rows
+                count = min(block_rows, num_rows - first_row)
+                first_output = panel * PANEL
+                width = min(PANEL, num_outputs - first_output)
+                target, target_bytes = out_at + (first_row * num_outputs + first_output) * 4, num_outputs * 4
+                # The last panel may have more outputs than there are; what it gives is copied as far as it counts.
+                beside = np.empty((count if width < PANEL else 0, PANEL), np.float32)
+                if width < PANEL:
+                    target, target_bytes = np.int64(beside.ctypes.data), _PANEL_BYTES
+                if has_bias:
+                    for row in range(count):
+                        for output in range(width):
+                            if width < PANEL:
+                                beside[row, output] = bias[first_output + output]
+                            else:
+                                out[first_row + row, first_output + output] = bias[first_output + output]
+                for piece in range(pieces):
+                    multiply_panel(
+                        count,
+                        rows_at + (piece * num_rows + first_row) * row_bytes,
+                        row_bytes,
+                        np.int64(4),
+                        panels_at + (panel * pieces + piece) * inputs * _PANEL_BYTES,
+                        np.int64(_PANEL_BYTES),
+                        inputs,
+                        target,
+                        target_bytes,
+                        has_bias or piece > 0,
+                    )
+                if width < PANEL:
+                    for row in range(count):
+                        for output in range(width):
+                            out[first_row + row, first_output + output] = beside[row, output]

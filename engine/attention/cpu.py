@@ -15,7 +15,7 @@ import torch
 
 from engine.attention.interface import Floats, Rotation
 from engine.attention.paged_decode import segment_kernel
-from engine.attention.tiled import Part, Parts, plan_parts, tiled_kernel
+from engine.attention.tiled import Part, Parts, attend_parts, plan_parts
 from engine.batch import PackedBatch, ShortRows
 from engine.kv_memory import KvMemory
 from engine.layer_kernels import rotate_and_store
@@ -108,15 +108,13 @@ class CpuStep:
             self._attend(layer, projected, scale, out)
 
     def _attend(self, layer: int, queries: Floats, scale: float, out: Floats) -> None:
-        heads, head_dim = out.shape[1:]
-        group = heads // self._kv_heads
+        group = out.shape[1] // self._kv_heads
         if not self._is_short_only:
             if self._weights.shape != out.shape[:2]:
                 self._weights, self._of_short = np.empty(out.shape[:2], np.float32), None
             self._weights.fill(-np.inf)
             for parts in self._planned(group):
-                kernel = tiled_kernel(head_dim, group)
-                kernel(self._pool, layer, queries, float(scale), *parts.arguments, self._weights, out)
+                attend_parts(self._pool, layer, queries, float(scale), *parts.arguments, self._weights, out)
         if self._batch.short is not None:
             self._attend_short(self._batch.short, layer, queries, scale, out)
 

@@ -20,7 +20,7 @@ import engine.runner
 from engine.attention.gather import GatherAttention
 from engine.attention.interface import Attention, StepContext, choose_attention
 from engine.attention.paged_decode import segment_kernel
-from engine.attention.tiled import tiled_kernel
+from engine.attention.tiled import attend_parts
 from engine.batch import pack
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
@@ -211,7 +211,7 @@ def test_weights_that_change_while_they_are_read_are_refused(tmp_path: Path, mon
 def test_kernels_are_compiled_ahead_for_the_arrays_that_the_engine_has(tmp_path: Path) -> None:
     """Compiled for any others, they would be compiled once more, when the start has already waited for them."""
     _runner(tmp_path)  # Has run a chunk and a decode: tiny_config's heads are of 8, three of them for each KV head.
-    kernels = (tiled_kernel(8, 3), segment_kernel(8, 3), between_attentions)
+    kernels = (attend_parts, segment_kernel(8, 3), between_attentions)
     before = [list(kernel.signatures) for kernel in kernels]
     assert all(before)
 

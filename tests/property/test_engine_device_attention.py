@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from engine.attention import cpu
 from engine.attention.cpu import CpuAttention
 from engine.attention.gather import GatherAttention
-from engine.attention.tiled import Part, plan_parts, tiled_kernel
+from engine.attention.tiled import Part, attend_parts, plan_parts
 from engine.batch import pack
 from engine.kv_memory import KvMemory
 from engine.layout import BlockLayout
 from engine.plan import Chunk, StepPlan
 
 PATHS = {"gather": GatherAttention, "cpu": partial(CpuAttention, num_threads=2)}
-# (head_dim, query heads for each KV head): kernels are compiled for each pair, which takes some 12 s, so they are few, and
+# (head_dim, query heads for each KV head): the decode kernel is compiled for each pair, which takes some 6 s, so they are few, and
 # the other tests below have no others.
 HEADS = ((1, 2), (7, 1), (33, 3), (64, 3), (80, 40))
 
@@ -121,7 +121,7 @@ def test_tiles_hold_what_they_read_by_address_until_they_are_done() -> None:
     """Queries were freed behind their last mention while tiles still read them by address; in the parallel kernel only
     an optimisation, which takes allocations out of loops, kept them. So it is compiled without, and free memory spoilt."""
     head_dim, group, start, count = 33, 3, 20, 9
-    kernel = numba.njit(error_model="numpy")(tiled_kernel(head_dim, group).py_func)
+    kernel = numba.njit(error_model="numpy")(attend_parts.py_func)
     pool = torch.randn(4, 1, 2, 16, 1, head_dim)
     query = torch.randn(count, group, head_dim)
     ends = np.arange(start + 1, start + count + 1)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.tiled import Part, Parts, plan_parts, tiled_kernel
+from engine.attention.tiled import Part, Parts, attend_parts, plan_parts
 from engine.register_tiles import PANEL
 
 WHOLE_ROUNDS = 144
@@ -98,7 +98,7 @@ def test_pieces_give_what_the_whole_gives(num_threads: int) -> None:
     weights = np.full((24, kv_heads * group), -np.inf, np.float32)
     out = np.full((24, kv_heads * group, head_dim), np.nan, np.float32)
 
-    tiled_kernel(head_dim, group)(pool.numpy(), 0, query.numpy(), 0.3, *plan.arguments, weights, out)
+    attend_parts(pool.numpy(), 0, query.numpy(), 0.3, *plan.arguments, weights, out)
 
     assert np.count_nonzero(plan.tasks[:, 7] < 0) == kv_heads * 4
     assert (plan.num_slots > 0) is (num_threads > 1)
