@@ -41,9 +41,13 @@ _ACCIDENT: Final = math.log(1.5)
 _TOLD: Final = 100
 _CROWD: Final = 32
 """Prompts that are looked at to choose a chunk: what is best for so many is for more."""
-_UNSURE_AFTER: Final = 128
+_UNSURE_AFTER: Final = 32
 """Steps with prefill beside decodes, after which what the decodes take alone is measured once more: of steps that never
 come without the other, nobody can say what each costs."""
+_GAIN_ALONE: Final = 0.5
+"""How much of that measurement's surprise is believed: for long it is the only one."""
+_OF_ALL: Final = (1.0,) * 6
+_OF_PREFILL: Final = (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
 _SHORTEST_S, _LONGEST_S = 1e-7, 1e4
 _LEAST_COST, _MOST_COST = 1e-15, 1e5
 
@@ -126,10 +130,12 @@ class StepRates:
         if not _is_measurement(work, seconds):
             return
         has_prefill = work.num_prefill > 0
-        if not has_prefill:
-            self._num_mixed = 0
-        elif work.num_decodes:
+        is_mixed = has_prefill and work.num_decodes > 0
+        gain = _GAIN_ALONE if self.is_unsure and not has_prefill else _GAIN
+        if is_mixed:
             self._num_mixed += 1
+        elif not has_prefill:
+            self._num_mixed = 0
         seen = self._num_seen[has_prefill]
         surprise = self._surprise(work, seconds)
         if not self.is_known:
@@ -137,8 +143,10 @@ class StepRates:
         elif seen < _ENOUGH:
             self._believe(work, surprise / (1 + seen), common=0.0)
         else:
-            surprise = _GAIN * max(-_ACCIDENT, min(_ACCIDENT, surprise))
-            self._believe(work, surprise, common=_COMMON)
+            surprise = gain * max(-_ACCIDENT, min(_ACCIDENT, surprise))
+            # What decodes cost is learnt of steps without prefill, or what prefill costs would in part be taken for theirs.
+            shares = _OF_PREFILL if is_mixed and self._num_seen[False] else _OF_ALL
+            self._believe(work, surprise, common=_COMMON, shares=shares)
         self._num_seen[has_prefill] += 1
 
     @property
@@ -171,10 +179,11 @@ class StepRates:
     def _surprise(self, work: StepWork, seconds: float) -> float:
         return math.log(min(max(seconds, _SHORTEST_S), _LONGEST_S) / self.seconds(work))
 
-    def _believe(self, work: StepWork, surprise: float, common: float) -> None:
-        """Expect so much more of this work from now on, to first order."""
+    def _believe(self, work: StepWork, surprise: float, common: float, shares: Sequence[float] = _OF_ALL) -> None:
+        """Expect so much more of this work from now on, to first order, by costs that have a share in it."""
         parts = self._parts(work)  # Each is also what the step's time changes by, where its cost changes.
         expected = sum(parts)
+        parts = [part * share for part, share in zip(parts, shares, strict=True)]
         own = (1 - common) * surprise * expected / sum(part * part for part in parts)
         self._scale([common * surprise + own * part for part in parts])
 
