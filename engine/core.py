@@ -147,8 +147,8 @@ class EngineCore:
 
     def plan(self, now: float, budget: int | None = None, sits_out: bool = False) -> StepPlan | None:
         """The next step of at most `budget` tokens (none given: `max_num_tokens`, its upper bound), or None when nothing
-        can run now. Answers that have begun have no part in one that they sit out, unless nothing else can run. Its result
-        has to come before the next plan."""
+        can run now. New answers have no part in one that they sit out, unless nothing else can run. Its result has to come
+        before the next plan."""
         if self._plan is not None:
             raise EngineError(f"step {self._plan.step_id} is not complete; plan() was called too early (a bug)")
         self._pool.expire(now)
@@ -346,8 +346,7 @@ class EngineCore:
 
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> SequenceOutput:
         sequence.append(sampled.token)
-        sequence.last_token_at = now
-        first = self._first_token(sequence, now) if sequence.num_output == 1 else None
+        first = self._first_token(sequence, now) if sequence.is_new else None
         finish: FinishReason | None = finish_reason(
             self.settings,
             sequence.request.sampling,
@@ -363,6 +362,7 @@ class EngineCore:
         return SequenceOutput(sequence.sequence_id, (sampled.token,), logprobs, first, finish)
 
     def _first_token(self, sequence: Sequence, now: float) -> FirstToken:
+        sequence.first_token_at = now
         served = sequence.served or Served(0, 0, 0, False)
         missed = -(-sequence.num_prompt // self.settings.tokens_per_block) - served.full_blocks - served.is_partial
         self._tally.count_first(sequence.num_prompt, served, missed)

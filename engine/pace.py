@@ -20,8 +20,12 @@ from engine.plan import StepPlan
 YOUNG_TOKENS: Final = 8
 """Tokens of an answer during which it is young: the prompts that came together with its own still wait for theirs."""
 _YOUNG_PACE: Final = 4.0
-"""Young answers may pause so many times as long as `decode_pace` says: a burst is over sooner, and each of its answers pays
-for it at its very beginning. Steps are larger beside none but them, and they sit some out."""
+"""Beside none but young answers a step may take so many times as long as `decode_pace` says: a burst is over sooner, and
+each of its answers pays for it at its very beginning."""
+_NEW_PACE: Final = 8.0
+"""So many times as long an answer may wait for its second token, sitting steps out in which others have their first."""
+_NEW_PAUSE_S: Final = 0.5
+"""But no longer than this: whoever reads the first token should not think that it is the last."""
 LEAST_PREFILL: Final = 8
 """Tokens that prompts get in a step, whatever the pace: none of them stands still."""
 _LARGE_ENOUGH: Final = 16
@@ -67,20 +71,22 @@ class StepWork:
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What the next step could hold: those that decode; from which position on the next prompt's chunk would go, and how
-    many tokens prompts have left to compute, in the order of their turns; how many of those that decode are young, and
-    how long ago it is, at the most, that one of them had a token."""
+    many tokens prompts have left to compute, in the order of their turns; how many of those that decode are young, and how
+    many new, with their first token and no other; and how long ago it is, at the most, that one of these had it."""
 
     num_decodes: int = 0
     decode_context: int = 0
     prefill_start: int = 0
     left: Sequence[int] = ()
     num_young: int = 0
+    num_new: int = 0
+    new_context: int = 0
     waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What the next step may have: tokens, those of decodes included, and whether answers that have begun wait meanwhile."""
+    """What the next step may have: tokens, those of decodes included, and whether new answers sit it out."""
 
     num_tokens: int
     sits_out: bool = False
@@ -226,20 +232,26 @@ def step_size(rates: StepRates, outlook: Outlook, decode_pace: float, most: int)
     if outlook.num_decodes:
         are_young = outlook.num_young == outlook.num_decodes
         pause_s = decode_pace * rates.seconds(StepWork(outlook.num_decodes, outlook.decode_context))
-        pause_s *= _YOUNG_PACE if are_young else 1
-        if are_young and _may_sit_out(rates, outlook, min(chunk, sum(outlook.left)), pause_s):
-            return StepSize(min(most, max(chunk, LEAST_PREFILL)), sits_out=True)
-        chunk = _most_within(pause_s, rates, outlook, chunk)
+        others = _without_new(outlook)
+        new_pause_s = min(_NEW_PACE * pause_s, _NEW_PAUSE_S)
+        if are_young and _may_sit_out(rates, outlook, others, min(chunk, sum(outlook.left)), new_pause_s):
+            return StepSize(min(most, others.num_decodes + max(chunk, LEAST_PREFILL)), sits_out=True)
+        chunk = _most_within(pause_s * (_YOUNG_PACE if are_young else 1), rates, outlook, chunk)
     chunk = max(chunk, LEAST_PREFILL)
     return StepSize(min(most, outlook.num_decodes + chunk))
 
 
-def _may_sit_out(rates: StepRates, outlook: Outlook, chunk: int, pause_s: float) -> bool:
-    """Whether somebody has a first token the sooner, and nobody pauses longer than this who takes part in the step after."""
-    if not outlook.left or chunk < outlook.left[0]:
+def _without_new(outlook: Outlook) -> Outlook:
+    num_others = outlook.num_decodes - outlook.num_new
+    return replace(outlook, num_decodes=num_others, decode_context=outlook.decode_context - outlook.new_context)
+
+
+def _may_sit_out(rates: StepRates, outlook: Outlook, others: Outlook, chunk: int, pause_s: float) -> bool:
+    """Whether new answers make room for a first token, and none of them waits longer than this if the step after is
+    theirs."""
+    if not outlook.num_new or not outlook.left or chunk < outlook.left[0]:
         return False
-    without = replace(outlook, num_decodes=0, decode_context=0)
-    return outlook.waited_s + _step_s(rates, without, chunk) + _step_s(rates, outlook, chunk) <= pause_s
+    return outlook.waited_s + _step_s(rates, others, chunk) + _step_s(rates, outlook, chunk) <= pause_s
 
 
 def _most_within(seconds: float, rates: StepRates, outlook: Outlook, most: int) -> int:
@@ -256,12 +268,12 @@ def _most_within(seconds: float, rates: StepRates, outlook: Outlook, most: int) 
     return within
 
 
-def _step_s(rates: StepRates, outlook: Outlook, chunk: int, more_decodes: int = 0) -> float:
-    """What a step takes with a chunk of so many tokens beside those that decode, and more of the same kind as the next."""
+def _step_s(rates: StepRates, outlook: Outlook, chunk: int) -> float:
+    """What a step takes with a chunk of so many tokens beside those that decode."""
     start = outlook.prefill_start
-    context = outlook.decode_context + more_decodes * start
     attended = chunk * start + chunk * (chunk + 1) // 2
-    return rates.seconds(StepWork(outlook.num_decodes + more_decodes, context, chunk, attended, start if chunk else 0))
+    work = StepWork(outlook.num_decodes, outlook.decode_context, chunk, attended, start if chunk else 0)
+    return rates.seconds(work)
 
 
 def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
@@ -269,7 +281,7 @@ def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
 
     Several prompts have their first tokens one after another: small steps let the first of them go early, and large ones
     pay what any step costs less often. Of the chunks that end with one of them it is that with the least mean of times
-    until the first token. Until all have it, half of them have begun on the average, and sit out every other step.
+    until the first token, were those that have it to sit out the rest.
     """
     fixed = rates.fixed_s / rates.prefill_s(outlook.prefill_start)
     # Nobody waits but one prompt: what a step costs anyhow may be believed too small, and its chunks with it.
@@ -280,6 +292,6 @@ def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
     ends = list(accumulate(max(1, left) for left in outlook.left[:count]))
 
     def mean_wait(chunk: int) -> float:
-        return _step_s(rates, outlook, chunk, more_decodes=count // 4) * sum(-(-end // chunk) for end in ends)
+        return _step_s(rates, outlook, chunk) * sum(-(-end // chunk) for end in ends)
 
     return min({min(end, enough) for end in ends}, key=mean_wait)

@@ -59,9 +59,9 @@ class Planner:
 
     def make(self, step_id: int, now: float, budget: int, sits_out: bool = False) -> StepPlan | None:
         """The plan of at most `budget` tokens, with everything allocated and published that it needs; None when nothing
-        can run. Answers that have begun sit it out where that is asked for, and others can run."""
+        can run. Answers that are new sit it out where that is asked for, and others can run."""
         step = _Step(step_id, budget)
-        self._schedule_decodes(step, now, only_first=sits_out)
+        self._schedule_decodes(step, now, but_new=sits_out)
         prefills = self._prefills()
         self._schedule_share(prefills, step, now)
         for sequence in prefills:
@@ -74,7 +74,7 @@ class Planner:
 
     def outlook(self, now: float) -> Outlook:
         """What the next step could hold, as far as its size depends on it."""
-        num_decodes = num_young = context = 0
+        num_decodes = num_young = context = num_new = new_context = 0
         waited_s = 0.0
         prefills: list[Sequence] = []
         for sequence in self._roster.running.values():
@@ -84,8 +84,10 @@ class Planner:
                 num_decodes += 1
                 num_young += sequence.num_output < YOUNG_TOKENS
                 context += sequence.num_tokens
-                if sequence.last_token_at is not None:
-                    waited_s = max(waited_s, now - sequence.last_token_at)
+                if sequence.is_new:
+                    num_new += 1
+                    new_context += sequence.num_tokens
+                    waited_s = max(waited_s, now - sequence.first_token_at)
             else:
                 prefills.append(sequence)
         left = [each.num_tokens - each.num_computed for each in prefills]
@@ -97,7 +99,7 @@ class Planner:
             if not left:
                 start = known
             left.append(sequence.num_tokens - known)
-        return Outlook(num_decodes, context, start, left, num_young, waited_s)
+        return Outlook(num_decodes, context, start, left, num_young, num_new, new_context, waited_s)
 
     def _num_known(self, sequence: Sequence) -> int:
         """Tokens that a waiting sequence will not compute: they are there, or the one it waits for computes them."""
@@ -116,10 +118,9 @@ class Planner:
 
     # Those that run.
 
-    def _schedule_decodes(self, step: _Step, now: float, only_first: bool = False) -> None:
-        """All of them, or only those whose first token it will be."""
+    def _schedule_decodes(self, step: _Step, now: float, but_new: bool = False) -> None:
         for sequence in list(self._roster.running.values()):
-            if only_first and sequence.num_output:
+            if but_new and sequence.is_new:
                 continue
             # One that was preempted for an older one is no longer running when its turn comes.
             if sequence.state is not State.RUNNING or not sequence.is_decoding or not step.budget:

@@ -87,7 +87,7 @@ class Sequence:
     # In the queue.
     num_passed: int = 0  # how often a later one of the same owner was admitted before it
 
-    last_token_at: float | None = None  # when the last token was sampled
+    first_token_at: float = 0.0  # when the first token was sampled, once it was
 
     # Accounting, of the first admission.
     admitted_at: float | None = None
@@ -119,6 +119,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """One token is left to compute: the one sampled last (or the last of a prompt)."""
         return len(self.tokens) - self.num_computed == 1
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has its first token and no other."""
+        return self.num_output == 1
 
     @property
     def num_publishable(self) -> int:

@@ -28,14 +28,16 @@ outlooks = st.builds(
 )
 
 
-crowds = st.integers(1, 40).flatmap(
-    lambda count: st.builds(
+crowds = st.tuples(st.integers(0, 20), st.integers(1, 20)).flatmap(
+    lambda counts: st.builds(
         Outlook,
-        num_decodes=st.just(count),
-        decode_context=st.integers(0, 10**5),
+        num_decodes=st.just(sum(counts)),
+        decode_context=st.integers(10**4, 10**5),
         prefill_start=st.integers(0, 4000),
         left=st.lists(st.integers(1, 60), max_size=40),
-        num_young=st.just(count),
+        num_young=st.just(sum(counts)),
+        num_new=st.just(counts[1]),
+        new_context=st.integers(0, 10**4),
         waited_s=st.floats(0, 1),
     )
 )
@@ -56,11 +58,12 @@ def test_the_budget_is_bounded_rises_with_the_pace_and_starves_nobody(
 
     slow, fast = (step_size(rates, outlook, pace, most) for pace in sorted(paces))
 
-    of_prompts = [size.num_tokens - (0 if size.sits_out else outlook.num_decodes) for size in (slow, fast)]
+    num_others = outlook.num_decodes - outlook.num_new
+    of_prompts = [size.num_tokens - (num_others if size.sits_out else outlook.num_decodes) for size in (slow, fast)]
     assert of_prompts[0] <= of_prompts[1]
     for size in (slow, fast):
         assert 1 <= size.num_tokens <= most
         least = outlook.num_decodes if outlook.num_decodes and rates.is_unsure else outlook.num_decodes + LEAST_PREFILL
         assert size.num_tokens >= min(most, LEAST_PREFILL if size.sits_out else least)
-        assert not size.sits_out or 0 < outlook.num_young == outlook.num_decodes
+        assert not size.sits_out or 0 < outlook.num_new <= outlook.num_young == outlook.num_decodes
     assert all(0 < each < math.inf for each in (rates.fixed_s, rates.decode_s(0), rates.prefill_s(0)))

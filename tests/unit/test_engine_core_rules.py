@@ -715,22 +715,22 @@ def test_a_tier_that_comes_back_is_offered_everything_again() -> None:
     assert world.core.statistics().blocks_offered == 4
 
 
-def test_answers_that_have_begun_sit_out_a_step_unless_nobody_else_can_run() -> None:
+def test_new_answers_sit_out_a_step_unless_nobody_else_can_run() -> None:
     world = World(settings(4, 16))
-    begun = world.submit(range(5), max_tokens=5)
+    older = world.submit(range(40, 45), max_tokens=5)
+    world.step()
+    new = world.submit(range(5), max_tokens=5)
     world.step()
     world.now += 3
-    assert world.core.outlook(world.now).waited_s == 3
-    new = world.submit(range(20, 26), max_tokens=5)
+    outlook = world.core.outlook(world.now)
+    assert (outlook.num_decodes, outlook.num_new, outlook.new_context, outlook.waited_s) == (2, 1, 6, 3)
+    last = world.submit(range(20, 26), max_tokens=2)
 
-    plan = world.start_step(sits_out=True)
-    assert plan is not None
-    assert [chunk.sequence_id for chunk in plan.chunks] == [new]
-    world.finish_step()
-    plan = world.start_step(sits_out=True)
-    assert plan is not None
-    assert [chunk.sequence_id for chunk in plan.chunks] == [begun, new]
-    world.finish_step()
+    for taking_part in ([older, last], [older], [older], [new, last]):
+        plan = world.start_step(sits_out=True)
+        assert plan is not None
+        assert [chunk.sequence_id for chunk in plan.chunks] == taking_part
+        world.finish_step()
     world.run()
 
 
