@@ -2,7 +2,8 @@
 
 Four streams run alone, then a prompt of 4,000 tokens comes, through the engine's step loop, core and runner: the pauses
 between a stream's tokens meanwhile, and how fast the prompt is prefilled. Baselines, in the same run: the streams' pauses
-just before, and the same prompt with nobody beside it. The last row is a step of `max_num_tokens` whatever runs.
+just before and just after (memory may be twice as quick from one moment to the next), and the same prompt with nobody
+beside it. The last row is a step of `max_num_tokens` whatever runs.
 
 Prediction: at a pace of p pauses become p times as long, and the prompt keeps (p − 1) ÷ p of the time, less what each of
 its many chunks costs for reading the context before it: 2.75 × and at most 64 % of its rate alone, at the default.
@@ -33,10 +34,10 @@ from engine.runner import ModelRunner, load_runner
 from engine.values import NewRequest
 
 NUM_STREAMS, STREAM_PROMPT, LONG_PROMPT = 4, 200, 4000
-TOKENS_BEFORE = 50
-"""Of each stream, between which pauses are measured before the prompt comes."""
+TOKENS_ALONE = 50
+"""Of each stream, between which pauses are measured before the prompt comes, and again behind its first token."""
 SETTINGS: tuple[float | None, ...] = (1.5, 2.0, 2.75, 3.5, 5.0, 8.0, None)
-ROUNDS = 3
+ROUNDS = 5
 PAUSE_BAR, RATE_BAR = 3.0, 0.6
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 WAIT_S = 600.0
@@ -95,17 +96,17 @@ class Bench:
     def measure(self, pace: float | None) -> dict[str, float]:
         """Pauses and rates at one setting, and how they compare with those alone."""
         _, alone_s = self._run(pace, 0)
-        (before, beside), beside_s = self._run(pace, NUM_STREAMS)
+        (without, beside), beside_s = self._run(pace, NUM_STREAMS)
         return {
-            "pause_alone_p95_s": p95(before),
+            "pause_alone_p95_s": p95(without),
             "pause_p95_s": p95(beside),
-            "pause_ratio": p95(beside) / p95(before),
+            "pause_ratio": p95(beside) / p95(without),
             "rate_alone_per_s": LONG_PROMPT / alone_s,
             "rate_share": alone_s / beside_s,
         }
 
     def _run(self, pace: float | None, num_streams: int) -> tuple[tuple[list[float], list[float]], float]:
-        """Pauses of the streams before and beside the prompt, and the seconds to its first token."""
+        """Pauses of the streams without and beside the prompt, and the seconds to its first token."""
         inbox, seen = Inbox(), queue.SimpleQueue[tuple[float, Outbound]]()
         steps = StepLoop(
             EngineCore(core_settings(self._config, self._runner), self._runner.info.layout_fingerprint),
@@ -120,22 +121,26 @@ class Bench:
         steps.start()
         times: dict[int, list[float]] = {}
         streams = [self._submit(inbox, STREAM_PROMPT, 4000) for _ in range(num_streams)]
-        while any(len(times.get(each, ())) < TOKENS_BEFORE for each in streams):
+        while any(len(times.get(each, ())) < TOKENS_ALONE for each in streams):
             self._note(seen, times)
         submitted = self._clock()
         prompt = self._submit(inbox, LONG_PROMPT, 1)
         while prompt not in times:
             self._note(seen, times)
+        ended = times[prompt][0]
+        enough = {each: len(times[each]) + TOKENS_ALONE for each in streams}
+        while any(len(times[each]) < enough[each] for each in streams):
+            self._note(seen, times)
         inbox.stop()
         assert steps.join(WAIT_S)
-        before: list[float] = []
+        without: list[float] = []
         beside: list[float] = []
         for each in streams:
             began = max(times[one][0] for one in streams)
             for last, this in zip(times[each], times[each][1:], strict=False):
                 if last >= began:
-                    (before if this <= submitted else beside).append(this - last)
-        return (before, beside), times[prompt][0] - submitted
+                    (beside if submitted < this <= ended else without).append(this - last)
+        return (without, beside), ended - submitted
 
     def _submit(self, inbox: Inbox, num_tokens: int, max_tokens: int) -> int:
         self._last_id += 1

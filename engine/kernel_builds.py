@@ -13,14 +13,16 @@ import logging
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
-from engine.kernel_cache import can_compile, directory_in, is_ours
+from engine.kernel_cache import can_compile, directory_in, is_kept
 from engine.model_files import inspect_model
 
 _LONGEST_S: Final = 120.0
@@ -38,8 +40,9 @@ class KernelBuilds:
     def wait(self, progress: Callable[[str, float], None]) -> None:
         """Until all are over, or have taken far too long. What went wrong is logged."""
         until = time.monotonic() + _LONGEST_S
-        for done, (name, process) in enumerate(list(self._processes.items())):
-            progress("compiling kernels", done / len(self._processes))
+        processes = list(self._processes.items())
+        for done, (name, process) in enumerate(processes):
+            progress("compiling kernels", done / len(processes))
             try:
                 code = process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -62,14 +65,17 @@ def start_builds(config: EngineConfig) -> KernelBuilds:
     processes: dict[str, subprocess.Popen[bytes]] = {}
     heads = _heads(config)
     directory = config.state_dir / "kernels"
-    if heads is None or not is_ours(directory_in(directory)):
+    if heads is None or not is_kept(directory):
         return KernelBuilds(processes)
     root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    environment = dict(os.environ)
+    if root != sysconfig.get_paths()["purelib"]:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     for name in BUILDS:
         if (name == "block" and config.quantization != "none") or _mark(directory, name, *heads).exists():
             continue
-        command = [sys.executable, "-m", "engine.kernel_builds", name, str(directory), *map(str, heads)]
+        # Not from the working directory: whoever may write there is not asked to compile.
+        command = [sys.executable, "-P", "-m", "engine.kernel_builds", name, str(directory), *map(str, heads)]
         try:
             processes[name] = subprocess.Popen(
                 command,
@@ -100,7 +106,9 @@ def _heads(config: EngineConfig) -> tuple[int, int] | None:
 
 
 def _mark(directory: Path, name: str, head_dim: int, group: int) -> Path:
-    return directory_in(directory) / f"{name}-{head_dim}-{group}.compiled"
+    """Says that a kernel is there, for this Python and this numba, whose cache knows no other's."""
+    heads = f"-{head_dim}-{group}" if name == "segments" else ""
+    return directory_in(directory) / f"{name}{heads}.{sys.implementation.cache_tag}-{version('numba')}.compiled"
 
 
 # What the processes do. ---------------------------------------------------------------------------------------------
@@ -180,9 +188,9 @@ def main(name: str, directory: Path, head_dim: int, group: int) -> None:
         return
     from engine.register_tiles import is_available
 
-    if is_available():
+    if is_available():  # Where it is not, none of them will be wanted.
         BUILDS[name](head_dim, group)
-        _mark(directory, name, head_dim, group).touch()
+    _mark(directory, name, head_dim, group).touch()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def can_compile(kernel_cache_dir: Path | None) -> bool:
         return False
     if kernel_cache_dir is not None:
         directory = directory_in(kernel_cache_dir)
-        if is_ours(directory):
+        if is_kept(kernel_cache_dir):
             numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
     return True
 
@@ -41,16 +42,22 @@ def _sources_digest() -> str:
     return hashlib.sha256(b"".join(text for text in texts if b"numba" in text)).hexdigest()[:16]
 
 
+def is_kept(kernel_cache_dir: Path) -> bool:
+    """Whether the kernels of this version may be kept below this directory: whoever may write to it could put another in
+    the place of theirs."""
+    return is_ours(kernel_cache_dir) and is_ours(directory_in(kernel_cache_dir))
+
+
 def is_ours(directory: Path) -> bool:
     """Whether compiled code may be kept there: what numba loads from its cache it executes, so nobody else may write
     to it. Where not, numba finds a place of its own beside the package or below the user's home."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
+        status = directory.lstat()
     except OSError as error:
         _log.warning("compiled kernels cannot be kept in %s: %s", directory, error)
         return False
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
         _log.warning("compiled kernels are not kept in %s, which others may write to; chmod go-w it", directory)
         return False
     return True

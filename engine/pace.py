@@ -26,6 +26,8 @@ _NEW_PACE: Final = 8.0
 """So many times as long an answer may wait for its second token, sitting steps out in which others have their first."""
 _NEW_PAUSE_S: Final = 0.5
 """But no longer than this: whoever reads the first token should not think that it is the last."""
+SHARE_OF_OTHERS: Final = 4
+"""One part in so many of what prompts get in a step goes to those whose turn it is not."""
 LEAST_PREFILL: Final = 8
 """Tokens that prompts get in a step, whatever the pace: none of them stands still."""
 _LARGE_ENOUGH: Final = 16
@@ -189,9 +191,9 @@ class StepRates:
         """Expect so much more of this work from now on, to first order, by costs that have a share in it."""
         parts = self._parts(work)  # Each is also what the step's time changes by, where its cost changes.
         expected = sum(parts)
-        parts = [part * share for part, share in zip(parts, shares, strict=True)]
         own = (1 - common) * surprise * expected / sum(part * part for part in parts)
-        self._scale([common * surprise + own * part for part in parts])
+        moves = [own * part * share for part, share in zip(parts, shares, strict=True)]
+        self._scale([common * surprise + move for move in moves])
 
     def _scale(self, moves: Sequence[float]) -> None:
         self._costs = [
@@ -234,8 +236,10 @@ def step_size(rates: StepRates, outlook: Outlook, decode_pace: float, most: int)
         pause_s = decode_pace * rates.seconds(StepWork(outlook.num_decodes, outlook.decode_context))
         others = _without_new(outlook)
         new_pause_s = min(_NEW_PACE * pause_s, _NEW_PAUSE_S)
-        if are_young and _may_sit_out(rates, outlook, others, min(chunk, sum(outlook.left)), new_pause_s):
-            return StepSize(min(most, others.num_decodes + max(chunk, LEAST_PREFILL)), sits_out=True)
+        if are_young and _may_sit_out(rates, outlook, others, chunk, new_pause_s):
+            # Room for all, should nobody have a place after all.
+            chunk = max(chunk, LEAST_PREFILL, outlook.num_new)
+            return StepSize(min(most, others.num_decodes + chunk), sits_out=True)
         chunk = _most_within(pause_s * (_YOUNG_PACE if are_young else 1), rates, outlook, chunk)
     chunk = max(chunk, LEAST_PREFILL)
     return StepSize(min(most, outlook.num_decodes + chunk))
@@ -249,8 +253,9 @@ def _without_new(outlook: Outlook) -> Outlook:
 def _may_sit_out(rates: StepRates, outlook: Outlook, others: Outlook, chunk: int, pause_s: float) -> bool:
     """Whether new answers make room for a first token, and none of them waits longer than this if the step after is
     theirs."""
-    if not outlook.num_new or not outlook.left or chunk < outlook.left[0]:
+    if not outlook.num_new or not outlook.left or chunk - chunk // SHARE_OF_OTHERS < outlook.left[0]:
         return False
+    chunk = min(chunk, sum(outlook.left))
     return outlook.waited_s + _step_s(rates, others, chunk) + _step_s(rates, outlook, chunk) <= pause_s
 
 

@@ -31,7 +31,9 @@ def multiply(
     has_bias = len(bias) > 0
     rows_at, panels_at, out_at = np.int64(rows.ctypes.data), np.int64(panels.ctypes.data), np.int64(out.ctypes.data)
     # A task is one panel for one block of rows. Of its share of the panels, a thread takes all for one block after another.
-    claims = np.zeros(num_blocks * num_panels, np.uint8)
+    claims = np.empty(num_blocks * num_panels, np.uint8)
+    for each in range(len(claims)):  # A whole array at once would be a parallel part of its own.
+        claims[each] = 0
     for thread in numba.prange(num_threads):
         for helped in range(num_threads):
             owner = (thread + helped) % num_threads

@@ -13,7 +13,7 @@ from dataclasses import replace
 from engine.block_pool import BlockPool
 from engine.offload import Offloader
 from engine.onboarding import Onboarding
-from engine.pace import YOUNG_TOKENS, Outlook
+from engine.pace import SHARE_OF_OTHERS, YOUNG_TOKENS, Outlook
 from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan, has_penalties
 from engine.prefix_cache import Walk
 from engine.roster import Roster
@@ -21,8 +21,6 @@ from engine.sequence import Sequence, Served, State
 from engine.stopping import is_eos_allowed
 from engine.values import CoreSettings
 
-_SHARE_OF_OTHERS = 4
-"""One part in so many of the prefill budget goes to those who are not the oldest."""
 _RESERVED_SHARE = 8
 """One part in so many of the running places is kept for owners that have nothing running: long answers of one owner
 would otherwise hold all places, and another's first token would wait for the end of one of them."""
@@ -42,6 +40,7 @@ class _Step:
         self.scheduled: set[Sequence] = set()
         self.is_stalled = False  # somebody waits for blocks that are on their way
         self.is_full = False  # the next one waiting does not fit
+        self.has_prompt = False  # somebody has a part of its prompt in it
 
 
 class Planner:
@@ -68,7 +67,8 @@ class Planner:
             self._schedule(sequence, step, step.budget)
         self._admit(step, now, step.budget)
         self._roster.waiting.restore_aside()
-        if sits_out and not step.chunks:
+        if sits_out and not step.has_prompt:
+            # Nobody makes use of it: those that wait have no place, or no blocks.
             self._schedule_decodes(step, now)
         return StepPlan(step_id, tuple(step.copies), tuple(step.chunks)) if step.chunks else None
 
@@ -151,7 +151,7 @@ class Planner:
     def _schedule_share(self, prefills: list[Sequence], step: _Step, now: float) -> None:
         """The part of those who are not the oldest, going round between their owners from step to step, so that many prompts
         of one do not outweigh one of another; the next one waiting counts as an owner. What they leave is the oldest's."""
-        share = step.budget // _SHARE_OF_OTHERS
+        share = step.budget // SHARE_OF_OTHERS
         if not share or not prefills:
             return
         rest = step.budget - share
@@ -172,6 +172,7 @@ class Planner:
         end = min(sequence.num_tokens, start + room)
         step.budget -= end - start
         step.scheduled.add(sequence)
+        step.has_prompt |= not sequence.num_output
         self._cache.publish(sequence, end, is_written=False)
         table = tuple(sequence.table[: -(-end // self._settings.tokens_per_block)])
         sample = _sample_request(sequence) if end == sequence.num_tokens else None

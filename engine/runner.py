@@ -123,7 +123,7 @@ class ModelRunner:
 def load_runner(
     config: EngineConfig, progress: Progress = lambda what, share: None, builds: KernelBuilds | None = None
 ) -> ModelRunner:
-    """Loads, sizes and warms up, the last when `builds` are over. Raises ModelRefused or EngineConfigError with what to
+    """Loads, sizes and warms up, the latter two when `builds` are over. Raises ModelRefused or EngineConfigError with what to
     change.
 
     `progress` is told what is being done and how far it is, from 0 to 1; it may be called from another thread.
@@ -150,6 +150,8 @@ def load_runner(
         model, rounding = _fastest(loaded, kernels), ""
     progress("arranging the weights", 1.0)
 
+    if builds is not None:
+        builds.wait(progress)  # Before the memory is counted that they take.
     dtype = _dtype_name(model)
     layout = model.shape.block_layout(config.tokens_per_block, dtype)
     num_blocks = _num_blocks(config, layout, device)
@@ -172,8 +174,6 @@ def load_runner(
         quantization=config.quantization,
     )
     runner = ModelRunner(model, kv, attention, info, _quickest_scan(device, kernels))
-    if builds is not None:
-        builds.wait(progress)
     progress("warming up", 0.0)
     _warm_up(runner)
     progress("ready", 1.0)

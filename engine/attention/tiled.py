@@ -114,12 +114,12 @@ def _tasks_of_head(parts: Sequence[Part], kv_head: int, group: int) -> Iterator[
     for part in parts:
         count = len(part.rows)
         for query in range(0, count * group, PANEL):
-            last_row = min(count, -(-(query + PANEL) // group)) - 1
+            end_key = int(part.ends[query // group : -(-(query + PANEL) // group)].max())
             num_queries = min(PANEL, count * group - query)
             # Scores take all of a panel or half of it, values as many as there are.
             num_lanes = PANEL if num_queries > LANES else LANES
             place = (kv_head, query, first_row, count, first_block)
-            yield _Task(place, part.first_key, int(part.ends[last_row]), num_lanes + num_queries)
+            yield _Task(place, part.first_key, end_key, num_lanes + num_queries)
         first_row, first_block = first_row + count, first_block + len(part.table)
 
 
@@ -296,7 +296,9 @@ def _attend_parts(
     scales_aside = np.empty((num_slots, 2, PANEL), np.float32)
 
     num_threads = len(bounds) - 1
-    claims = np.zeros(len(tasks), np.uint8)
+    claims = np.empty(len(tasks), np.uint8)
+    for each in range(len(claims)):
+        claims[each] = 0
 
     for thread in numba.prange(num_threads):
         # Queries as a panel, [number of the head, query]; scores likewise, [key, query].

@@ -726,11 +726,25 @@ def test_new_answers_sit_out_a_step_unless_nobody_else_can_run() -> None:
     assert (outlook.num_decodes, outlook.num_new, outlook.new_context, outlook.waited_s) == (2, 1, 6, 3)
     last = world.submit(range(20, 26), max_tokens=2)
 
-    for taking_part in ([older, last], [older], [older], [new, last]):
+    for taking_part in ([older, last], [older, new, last]):
         plan = world.start_step(sits_out=True)
         assert plan is not None
         assert [chunk.sequence_id for chunk in plan.chunks] == taking_part
         world.finish_step()
+    world.run()
+
+
+def test_nobody_sits_out_for_a_prompt_that_has_no_place() -> None:
+    """Of a burst larger than the batch, answers stood still while nobody could be admitted."""
+    world = World(settings(4, 16, max_batch_size=2))
+    begun = [world.submit(range(at, at + 5), max_tokens=5) for at in (20, 40)]
+    world.step()
+    world.submit(range(60, 65), max_tokens=5)
+
+    plan = world.start_step(budget=2, sits_out=True)
+    assert plan is not None
+    assert [chunk.sequence_id for chunk in plan.chunks] == begun
+    world.finish_step()
     world.run()
 
 

@@ -44,7 +44,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> Path:
     """A directory in which each process that would compile leaves its arguments as a file's name."""
     script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{LAST_NUMBERS}" "$3" {tmp_path} "$5" "$6"\n')
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{LAST_NUMBERS}" "$4" {tmp_path} "$6" "$7"\n')
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     return tmp_path
@@ -88,11 +88,28 @@ def test_where_there_is_a_gpu_none_is_started(noted: Path, monkeypatch: pytest.M
 
 
 def test_what_others_may_write_to_nobody_compiles_into(noted: Path) -> None:
-    directory = directory_in(noted / "kernels")
-    directory.mkdir(parents=True)
-    directory.chmod(0o777)
+    kernels = noted / "kernels"
+    directory_in(kernels).mkdir(parents=True)
+    for directory in (directory_in(kernels), kernels):
+        directory.chmod(0o770)
+        assert wait(start_builds(config(noted))) == []
+        directory.chmod(0o700)
+    assert len(wait(start_builds(config(noted)))) == len(KERNELS)
 
-    assert wait(start_builds(config(noted))) == []
+
+def test_none_is_compiled_by_what_lies_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None
+) -> None:
+    """`python -m` looks there first, and executed it."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "numba.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(kernel_builds, "BUILDS", {"none": None})  # Which the process does not know: it ends at once.
+
+    wait(start_builds(config(tmp_path)))
+
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_kernel_that_is_there_is_not_compiled_again(
@@ -105,7 +122,7 @@ def test_a_kernel_that_is_there_is_not_compiled_again(
     compiled = {path.name.partition("-")[0] for path in directory_in(tmp_path / "kernels").rglob("*.nbc")}
     assert "panel_block._between_attentions" in compiled
     assert wait(start_builds(given)) == []
-    assert len(wait(start_builds(config(tmp_path, MODEL | {"head_dim": 16})))) == 1
+    assert wait(start_builds(config(tmp_path, MODEL | {"head_dim": 16}))) == []  # It does not depend on it.
 
 
 def test_processes_that_fail_or_cannot_be_started_are_a_warning(

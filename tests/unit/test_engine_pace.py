@@ -271,6 +271,21 @@ def test_one_impossible_duration_changes_little(seconds: float) -> None:
     assert num_tokens(rates, outlook, 2.6, 512) == pytest.approx(before, rel=0.35)
 
 
+@pytest.mark.parametrize("times", [0.67, 1.5])
+@pytest.mark.parametrize("num_decodes", [4, 64])
+def test_a_step_with_hardly_any_prefill_says_hardly_anything_of_what_prefill_costs(
+    num_decodes: int, times: float
+) -> None:
+    """All that had held it up was taken for the cost of two tokens, which was a hundred times as high afterwards."""
+    rates = learn(StepRates())
+    before = rates.prefill_s(1000)
+    work = beside(StepWork(num_decodes, num_decodes * 1000), prefill_work(2, 1000))
+
+    rates.note(work, cost(work, times))
+
+    assert rates.prefill_s(1000) == pytest.approx(before, rel=0.1)
+
+
 def test_now_and_then_decodes_run_alone_and_are_measured() -> None:
     """Of steps that never come without the other, nobody can say what decodes and what prefill costs."""
     rates = learn(StepRates())
