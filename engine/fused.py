@@ -190,8 +190,8 @@ class _Hidden:
     normed_array: np.ndarray
     attended_array: np.ndarray
     gated_array: np.ndarray
-    of_kernel: tuple[Any, ...]  # As `between_attentions` is given them: first, and at the end.
-    constants: tuple[Any, ...]
+    of_kernel: tuple[Any, ...]  # What `between_attentions` is given first,
+    constants: tuple[Any, ...]  # and at the end.
 
 
 def _pack_layer(layer: Any, linear: LinearFactory) -> _Layer:
