@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -108,7 +108,14 @@ def _heads(config: EngineConfig) -> tuple[int, int] | None:
 def _mark(directory: Path, name: str, head_dim: int, group: int) -> Path:
     """Says that a kernel is there, for this Python and this numba, whose cache knows no other's."""
     heads = f"-{head_dim}-{group}" if name == "segments" else ""
-    return directory_in(directory) / f"{name}{heads}.{sys.implementation.cache_tag}-{version('numba')}.compiled"
+    return directory_in(directory) / f"{name}{heads}.{sys.implementation.cache_tag}-{_numba_version()}.compiled"
+
+
+def _numba_version() -> str:
+    try:
+        return version("numba")
+    except PackageNotFoundError:
+        return "none"  # The engine says what that means for it.
 
 
 # What the processes do. ---------------------------------------------------------------------------------------------

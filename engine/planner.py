@@ -137,6 +137,8 @@ class Planner:
                 step.is_stalled = True  # Copies and loads end, so waiting is cheaper than computing again.
                 return False
             youngest = self._roster.youngest_running()
+            if youngest in step.scheduled:
+                return False  # What the step computes of it is in these blocks.
             # Alone it always fits: what is longer than the pool has ended before (`finish_reason`).
             assert youngest is not sequence or len(self._roster.running) > 1
             self._roster.preempt(youngest, now)

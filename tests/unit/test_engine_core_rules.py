@@ -748,6 +748,25 @@ def test_nobody_sits_out_for_a_prompt_that_has_no_place() -> None:
     world.run()
 
 
+def test_a_new_answer_that_need_not_sit_out_takes_no_blocks_of_one_that_has_its_part_in_the_step() -> None:
+    """It was admitted first, and comes second: the block that it needs was taken from one whose chunk was in the plan."""
+    world = World(settings(4, 12))
+    long = world.submit(range(40), max_tokens=3)
+    world.start_step(budget=8)
+    world.finish_step()
+    short = world.submit(range(50, 53), max_tokens=8)
+    while not world.lives[long].output:
+        world.start_step(budget=12)
+        world.finish_step()
+    assert len(world.lives[short].output) > 1
+
+    plan = world.start_step(sits_out=True)
+    assert plan is not None
+    assert [chunk.sequence_id for chunk in plan.chunks] == [short]
+    world.finish_step()
+    world.run()
+
+
 def test_the_first_token_of_a_cached_prompt_is_not_sat_out() -> None:
     """One token of it is left to compute, as of an answer that has begun."""
     world = World(settings(4, 16))
