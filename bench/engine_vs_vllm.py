@@ -65,8 +65,8 @@ def main() -> None:
     with _ours(arguments.model):
         pass
     with _ours(arguments.model) as ours, _vllm(arguments) as theirs, _rounded(arguments) as rounded:
-        # At rest: our pool's pages are touched when first written, theirs are taken as touched (which favours them).
-        memory = {ours.name: _memory(ours.pids()), theirs.name: _memory(theirs.pids()) - arguments.pool_bytes}
+        # At rest. Ours has taken its pool's pages by then; theirs are taken as taken, which favours it.
+        memory = {one.name: _memory(one.pids()) - arguments.pool_bytes for one in (ours, theirs)}
         for seed, server in enumerate((ours, theirs)):
             _wait_for_rest((ours, theirs))
             _measure(server, Prompts(arguments.model, seed=100 + seed), base=40_000 + 3000 * seed)

@@ -26,7 +26,7 @@ from engine.linears import Linear, LinearFactory, pieces_of
 from engine.model import LoadedModel
 from engine.model_files import ModelFiles
 from engine.panel_block import between_attentions
-from engine.panel_linear import Held, PanelLinear, WeightMemory
+from engine.panel_linear import Held, PanelLinear, WeightMemory, can_gate, paired
 
 FAMILY: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -43,7 +43,8 @@ class _Layer:
     mlp_norm: np.ndarray
     gate_up: Linear
     mlp_down: Linear
-    held: tuple[Held, Held, Held] | None  # Of the last three, where they are panels.
+    held: tuple[Held, Held, Held] | None
+    """Of the last three, where all products are panels and `gate_up` is `paired`."""
 
 
 def fuse(model: LoadedModel, linear: LinearFactory | None = None) -> FusedModel | None:
@@ -86,7 +87,7 @@ class FusedModel:
         module.lm_head = module.model.embed_tokens = None
         self._layers = []
         for index, layer in enumerate(module.model.layers):
-            self._layers.append(_pack_layer(layer, linear))
+            self._layers.append(_pack_layer(layer, linear, isinstance(self._head, PanelLinear)))
             module.model.layers[index] = torch.nn.Identity()
 
     def forward(self, batch: PackedBatch, context: StepContext) -> torch.Tensor:
@@ -128,10 +129,10 @@ class FusedModel:
     ) -> np.ndarray:
         """All of a layer behind its attention, the norm before whatever comes next, and the first product of that, for
         which `out` has room."""
-        if layer.held is not None and isinstance(following, PanelLinear):
-            between_attentions(
-                *hidden.of_kernel, out, *layer.held, following.held, layer.mlp_norm, next_norm, *hidden.constants
-            )
+        if layer.held is not None:
+            assert isinstance(following, PanelLinear), "one product in panels, and the next is not"
+            weights = (*layer.held, following.held, layer.mlp_norm, next_norm)
+            between_attentions(*hidden.of_kernel, out[np.newaxis], *weights, *hidden.constants)
             return out
         delta = layer.attention_out(hidden.attended_rows)
         add_normalise(hidden.residual_array, delta.numpy(), layer.mlp_norm, self._epsilon, hidden.normed_array)
@@ -159,14 +160,7 @@ class FusedModel:
             normed_array,
             attended.numpy(),
             gated_array,
-            (
-                attended_rows.numpy()[np.newaxis],
-                residual_array,
-                normed_array[np.newaxis],
-                gated_array,
-                np.empty_like(residual_array),
-                np.empty((rows, 2 * down.num_inputs), np.float32),
-            ),
+            (*(one.numpy()[np.newaxis] for one in (attended_rows, residual, normed)), gated_array),
             (np.float32(self._epsilon), numba.get_num_threads()),
         )
 
@@ -194,20 +188,25 @@ class _Hidden:
     constants: tuple[Any, ...]  # and at the end.
 
 
-def _pack_layer(layer: Any, linear: LinearFactory) -> _Layer:
+def _pack_layer(layer: Any, linear: LinearFactory, head_is_panels: bool) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = None
     if hasattr(attention, "q_norm"):
         norms = (_owned(attention.q_norm.weight), _owned(attention.k_norm.weight))
-    attention_out, gate_up = linear([attention.o_proj]), linear([mlp.gate_proj, mlp.up_proj])
+    attention_out = linear([attention.o_proj])
     mlp_down = linear([mlp.down_proj], pieces_of(mlp.down_proj.in_features))
     held = None
     if (
-        isinstance(attention_out, PanelLinear)
-        and isinstance(gate_up, PanelLinear)
+        head_is_panels
+        and isinstance(attention_out, PanelLinear)
         and isinstance(mlp_down, PanelLinear)
+        and can_gate(mlp.gate_proj, mlp.up_proj, mlp_down.pieces)
     ):
+        gate_up = linear([paired(mlp.gate_proj, mlp.up_proj)])
+        assert isinstance(gate_up, PanelLinear), "a factory that makes panels of some layers"
         held = (attention_out.held, gate_up.held, mlp_down.held)
+    else:
+        gate_up = linear([mlp.gate_proj, mlp.up_proj])
     return _Layer(
         input_norm=_owned(layer.input_layernorm.weight),
         qkv=linear([attention.q_proj, attention.k_proj, attention.v_proj]),

@@ -160,26 +160,11 @@ def build_block(head_dim: int, group: int) -> None:
     from engine.panel_block import between_attentions
     from engine.register_tiles import PANEL
 
-    rows, stream, panels = (np.zeros((*shape, PANEL), np.float32) for shape in ((1, 1), (1,), (1, PANEL)))
+    rows, panels = np.zeros((1, 1, PANEL), np.float32), np.zeros((1, PANEL, PANEL), np.float32)
     held, norm = (panels, np.empty(0, np.float32), 1), np.ones(PANEL, np.float32)
-    twice = np.zeros((2, PANEL, PANEL), np.float32)
-    between_attentions(
-        rows,
-        stream,
-        rows.copy(),
-        rows.copy(),
-        stream.copy(),
-        np.zeros((1, 2 * PANEL), np.float32),
-        stream.copy(),
-        held,
-        (twice, *held[1:]),
-        held,
-        held,
-        norm,
-        norm,
-        np.float32(1e-5),
-        1,
-    )
+    pairs = (np.zeros((2, PANEL, PANEL), np.float32), *held[1:])
+    arrays = [rows.copy() for _ in range(5)]
+    between_attentions(*arrays, held, pairs, held, held, norm, norm, np.float32(1e-5), 1)
 
 
 BUILDS: Final[dict[str, Callable[[int, int], None]]] = {

@@ -8,12 +8,15 @@ streams `begin_step` and `end_step` do so once more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from engine.copy_streams import CopyStreams
 from engine.cuda_device import CudaDevice, load_cudart
 from engine.fences import blocks_of
+from engine.huge_pages import huge_pages, take_pages
 from engine.layout import BlockLayout
 from engine.pinning import PayloadPins, StagingBuffer
 from engine.plan import BlockCopy, StepPlan
@@ -26,13 +29,17 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class KvMemory:
-    """The pool. On the CPU its pages are touched when first written, so that an idle engine stays small."""
+    """The pool. On the CPU its pages are there when first written, or when `take_pages` asked for them."""
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        self.pool = torch.empty((num_blocks, *layout.shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
+        dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.shape)
+        if device.type == "cpu":
+            self.pool = torch.from_numpy(huge_pages(num_blocks * layout.block_bytes)).view(dtype).view(shape)
+        else:
+            self.pool = torch.empty(shape, dtype=dtype, device=device)
         # The same memory as rows: of one token, for writing, and of one block's tokens in one layer, for reading.
         token_width = layout.num_kv_heads * layout.head_dim
         self._token_rows = self.pool.view(-1, token_width)
@@ -42,6 +49,11 @@ class KvMemory:
         self._streams: CopyStreams | None = None
         if device.type == "cuda":
             self._streams = CopyStreams(CudaDevice(self.pool, layout.block_bytes), layout.block_bytes)
+
+    def take_pages(self, progress: Callable[[float], None]) -> None:
+        """Take the memory of a pool that nobody has written to, where the system would give it when first touched."""
+        if self._host_bytes is not None:
+            take_pages(self._host_bytes.reshape(-1), progress)
 
     def token_rows(self, slots: torch.Tensor) -> torch.Tensor:
         """The row of each slot's K in layer 0, for `write`."""

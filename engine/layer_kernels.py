@@ -28,13 +28,13 @@ _FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
 
 def add_normalise(residual: Floats, delta: Floats, weight: Floats, epsilon: float, out: Floats) -> None:
     """`residual += delta`, and its RMS norm times `weight` into `out`; all `[row, width]`."""
-    kernel = add_normalise_many if len(residual) >= PARALLEL_ROWS else add_normalise_few
+    kernel = _add_normalise_many if len(residual) >= PARALLEL_ROWS else _add_normalise_few
     kernel(residual, delta, weight, np.float32(epsilon), out)
 
 
 def normalise(rows: Floats, weight: Floats, epsilon: float, out: Floats) -> None:
     """The RMS norm of each row times `weight` into `out`."""
-    kernel = _normalise_many if len(rows) >= PARALLEL_ROWS else _normalise_few
+    kernel = normalise_many if len(rows) >= PARALLEL_ROWS else normalise_few
     kernel(rows, weight, np.float32(epsilon), out)
 
 
@@ -57,7 +57,7 @@ def normalise_heads(rows: Floats, weight: Floats, epsilon: float, first_head: in
 def gate(gate_up: Floats, out: Floats) -> None:
     """silu(first half) × second half of each row, cut into pieces: `out` is `[piece, row, width of a piece]`."""
     pieces, rows, width = out.shape
-    kernel = gate_many if rows >= PARALLEL_ROWS else gate_few
+    kernel = _gate_many if rows >= PARALLEL_ROWS else _gate_few
     # Whole last axes: only then does the compiler know that they are contiguous.
     kernel(gate_up.reshape(rows, 2, pieces, width), out)
 
@@ -141,8 +141,8 @@ def _gate(gate_up: Any, out: Any) -> None:
                 result[i] = gates[i] / (one + exp32(-gates[i])) * ups[i]
 
 
-add_normalise_few, add_normalise_many = compile_both(_add_normalise)
-_normalise_few, _normalise_many = compile_both(_normalise)
+_add_normalise_few, _add_normalise_many = compile_both(_add_normalise)
+normalise_few, normalise_many = compile_both(_normalise)
 _normalise_heads_few, _normalise_heads_many = compile_both(_normalise_heads)
 _rotate_and_store_few, _rotate_and_store_many = compile_both(_rotate_and_store)
-gate_few, gate_many = compile_both(_gate)
+_gate_few, _gate_many = compile_both(_gate)

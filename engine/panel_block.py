@@ -14,19 +14,18 @@ import numba
 from engine import layer_kernels as parts
 from engine.layer_kernels import PARALLEL_ROWS
 from engine.panel_products import multiply
+from engine.register_tiles import ADD, GATE, PUT
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _between_attentions(
     attended: Any,  # float32 [1, row, heads × head_dim]: what attention gave
-    residual: Any,  # float32 [row, hidden]: the stream that all layers add to
+    residual: Any,  # float32 [1, row, hidden]: the stream that all layers add to
     normed: Any,  # float32 [1, row, hidden]
     gated: Any,  # float32 [piece, row, intermediate ÷ pieces]
-    delta: Any,  # float32 [row, hidden]
-    gate_up: Any,  # float32 [row, 2 × intermediate]
-    following: Any,  # float32 [row, output of the last product]
+    following: Any,  # float32 [1, row, output of the last product]
     attention_out: Any,  # of each product (panels, bias, rows in a block); see `PanelLinear.held`
-    gate_up_weights: Any,
+    gate_up: Any,  # its outputs in the order of `paired`
     mlp_down: Any,
     next_product: Any,
     mlp_norm: Any,
@@ -36,30 +35,20 @@ def _between_attentions(
 ) -> None:
     """The output projection, the MLP, and the first product of what comes next, of all rows: into `following`. All else
     is scratch, but `residual`, which goes on."""
-    multiply(attended, attention_out[0], attention_out[1], attention_out[2], delta, num_threads)
-    _add_normalise(residual, delta, mlp_norm, epsilon, normed[0])
-    multiply(normed, gate_up_weights[0], gate_up_weights[1], gate_up_weights[2], gate_up, num_threads)
-    pieces, num_rows, width = gated.shape
-    _gate(gate_up.reshape((num_rows, 2, pieces, width)), gated)
-    multiply(gated, mlp_down[0], mlp_down[1], mlp_down[2], delta, num_threads)
-    _add_normalise(residual, delta, next_norm, epsilon, normed[0])
-    multiply(normed, next_product[0], next_product[1], next_product[2], following, num_threads)
+    multiply(attended, attention_out[0], attention_out[1], attention_out[2], residual, ADD, num_threads)
+    _normalise(residual[0], mlp_norm, epsilon, normed[0])
+    multiply(normed, gate_up[0], gate_up[1], gate_up[2], gated, GATE, num_threads)
+    multiply(gated, mlp_down[0], mlp_down[1], mlp_down[2], residual, ADD, num_threads)
+    _normalise(residual[0], next_norm, epsilon, normed[0])
+    multiply(normed, next_product[0], next_product[1], next_product[2], following, PUT, num_threads)
 
 
 between_attentions: Any = _between_attentions  # mypy takes a kernel for a function of one argument.
 
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _add_normalise(residual: Any, delta: Any, weight: Any, epsilon: Any, out: Any) -> None:
-    if len(residual) >= PARALLEL_ROWS:
-        parts.add_normalise_many(residual, delta, weight, epsilon, out)
+def _normalise(rows: Any, weight: Any, epsilon: Any, out: Any) -> None:
+    if len(rows) >= PARALLEL_ROWS:
+        parts.normalise_many(rows, weight, epsilon, out)
     else:
-        parts.add_normalise_few(residual, delta, weight, epsilon, out)
-
-
-@numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _gate(gate_up: Any, out: Any) -> None:
-    if out.shape[1] >= PARALLEL_ROWS:
-        parts.gate_many(gate_up, out)
-    else:
-        parts.gate_few(gate_up, out)
+        parts.normalise_few(rows, weight, epsilon, out)

@@ -11,8 +11,6 @@ is served by transformers' layers.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Sequence
 from typing import Final
 
@@ -20,13 +18,13 @@ import numba
 import numpy as np
 import torch
 
+from engine.huge_pages import huge_pages
 from engine.linears import joined_bias
 from engine.panel_products import multiply
-from engine.register_tiles import MOST_ROWS, PANEL
+from engine.register_tiles import LANES, MOST_ROWS, PANEL, PUT
 
 # What a block of rows may take of a core's second cache; the panel that passes by takes some 100 KB.
 _BLOCK_BYTES: Final = 512 * 1024
-_HUGE_PAGE: Final = 2 * 2**20
 _CHUNK_BYTES: Final = 64 * 2**20
 
 Held = tuple[np.ndarray, np.ndarray, int]
@@ -44,19 +42,9 @@ class WeightMemory:
         """Zeros, on a cache line's boundary."""
         count = -(-int(np.prod(shape)) // 16) * 16
         if len(self._free) < count:
-            self._free = _huge_pages(max(4 * count, _CHUNK_BYTES))
+            self._free = huge_pages(max(4 * count, _CHUNK_BYTES)).view(np.float32)
         found, self._free = self._free[:count], self._free[count:]
         return found[: int(np.prod(shape))].reshape(shape)
-
-
-def _huge_pages(num_bytes: int) -> np.ndarray:
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # A kernel without them: slower, and right.
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    everything = np.frombuffer(memory, np.float32)
-    ahead = -everything.ctypes.data % _HUGE_PAGE // 4
-    return everything[ahead : ahead + num_bytes // 4]
 
 
 class PanelLinear:
@@ -88,8 +76,22 @@ class PanelLinear:
         assert rows.is_contiguous(), "the kernel reads by address"
         given = rows.numpy().reshape(self.pieces, -1, self.num_inputs // self.pieces)
         found = torch.empty((given.shape[1], self.num_outputs))
-        multiply(given, *self.held, found.numpy(), numba.get_num_threads())
+        multiply(given, *self.held, found.numpy()[np.newaxis], PUT, numba.get_num_threads())
         return found
+
+
+def can_gate(gate: torch.nn.Linear, up: torch.nn.Linear, pieces: int) -> bool:
+    """Whether `multiply` can gate as it multiplies, into so many pieces."""
+    has_bias = gate.bias is not None or up.bias is not None
+    return not has_bias and gate.out_features == up.out_features and gate.out_features % (pieces * LANES) == 0
+
+
+def paired(gate: torch.nn.Linear, up: torch.nn.Linear) -> torch.nn.Linear:
+    """Both as one, of which each panel has some outputs of `gate` in its first half and the same of `up` in its second."""
+    weights = [one.weight.detach().view(-1, LANES, one.in_features) for one in (gate, up)]
+    both = torch.nn.Linear(gate.in_features, 2 * gate.out_features, bias=False, device="meta")
+    both.weight = torch.nn.Parameter(torch.stack(weights, 1).view(-1, gate.in_features), requires_grad=False)
+    return both
 
 
 def _put(weight: np.ndarray, begin: int, panels: np.ndarray) -> None:

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from engine.claims import claim
-from engine.register_tiles import PANEL, multiply_panel
+from engine.register_tiles import ADD, GATE, LANES, PANEL, multiply_panel
 
 _PANEL_BYTES: Final = 4 * PANEL
 
@@ -19,17 +19,14 @@ def multiply(
     panels: Any,  # float32 [panel, input, output of the panel]
     bias: Any,  # float32 [output], or empty
     block_rows: int,
-    out: Any,  # float32 [row, output]
+    out: Any,  # float32 [piece, row, output of a piece]
+    use: int,
     num_threads: int,
 ) -> None:
-    """The product of all rows and all panels, into `out`."""
-    pieces, num_rows, inputs = rows.shape
-    num_panels = panels.shape[0]
-    num_outputs = out.shape[1]
+    """The product of all rows and all panels: `PUT` into `out`, which is one piece, `ADD`ed to it, or as `GATE` says, where
+    rows are one piece, there is no bias, and pieces of `out` are whole panels of half the width."""
+    num_rows, num_panels = rows.shape[1], panels.shape[0]
     num_blocks = (num_rows + block_rows - 1) // block_rows
-    row_bytes = inputs * 4
-    has_bias = len(bias) > 0
-    rows_at, panels_at, out_at = np.int64(rows.ctypes.data), np.int64(panels.ctypes.data), np.int64(out.ctypes.data)
     # A task is one panel for one block of rows. Of its share of the panels, a thread takes all for one block after another.
     claims = np.empty(num_blocks * num_panels, np.uint8)
     for each in range(len(claims)):  # A whole array at once would be a parallel part of its own.
@@ -44,38 +41,52 @@ def multiply(
                 # Its own from the beginning, others' from the end.
                 task = turn if helped == 0 else num_tasks - 1 - turn
                 block, panel = task // some_panels, first_panel + task % some_panels
-                if not claim(claims, block * num_panels + panel):
-                    continue
-                first_row = block * block_rows
-                count = min(block_rows, num_rows - first_row)
-                first_output = panel * PANEL
-                width = min(PANEL, num_outputs - first_output)
-                target, target_bytes = out_at + (first_row * num_outputs + first_output) * 4, num_outputs * 4
-                # The last panel may have more outputs than there are; what it gives is copied as far as it counts.
-                beside = np.empty((count if width < PANEL else 0, PANEL), np.float32)
-                if width < PANEL:
-                    target, target_bytes = np.int64(beside.ctypes.data), _PANEL_BYTES
-                if has_bias:
-                    for row in range(count):
-                        for output in range(width):
-                            if width < PANEL:
-                                beside[row, output] = bias[first_output + output]
-                            else:
-                                out[first_row + row, first_output + output] = bias[first_output + output]
-                for piece in range(pieces):
-                    multiply_panel(
-                        count,
-                        rows_at + (piece * num_rows + first_row) * row_bytes,
-                        row_bytes,
-                        np.int64(4),
-                        panels_at + (panel * pieces + piece) * inputs * _PANEL_BYTES,
-                        np.int64(_PANEL_BYTES),
-                        inputs,
-                        target,
-                        target_bytes,
-                        has_bias or piece > 0,
-                    )
-                if width < PANEL:
-                    for row in range(count):
-                        for output in range(width):
-                            out[first_row + row, first_output + output] = beside[row, output]
+                if claim(claims, block * num_panels + panel):
+                    first_row = block * block_rows
+                    count = min(block_rows, num_rows - first_row)
+                    _multiply_task(rows, panels, bias, out, use, panel, first_row, count)
+
+
+@numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _multiply_task(
+    rows: Any, panels: Any, bias: Any, out: Any, use: int, panel: int, first_row: int, count: int
+) -> None:
+    """One panel for `count` rows."""
+    pieces, num_rows, inputs = rows.shape
+    out_pieces, _, width = out.shape
+    row_bytes = inputs * 4
+    rows_at = np.int64(rows.ctypes.data) + first_row * row_bytes
+    panel_at = np.int64(panels.ctypes.data) + panel * pieces * inputs * _PANEL_BYTES
+    first = panel * (LANES if use == GATE else PANEL)
+    piece_of_out, place = first // width, first % width
+    target, target_bytes = np.int64(out.ctypes.data), width * 4
+    target += ((piece_of_out * num_rows + first_row) * width + place) * 4
+    if len(bias) > 0:
+        for row in range(first_row, first_row + count):
+            for output in range(first, min(first + PANEL, width)):
+                out[0, row, output] = bias[output] + (out[0, row, output] if use == ADD else np.float32(0.0))
+        use = ADD
+    # The last panel may have more outputs than there are; what it gives is copied as far as it counts.
+    left = out_pieces * width - first
+    beside = np.empty((count if left < PANEL and use != GATE else 0, PANEL), np.float32)
+    if len(beside) > 0:
+        target, target_bytes = np.int64(beside.ctypes.data), _PANEL_BYTES
+        for row in range(count):
+            for output in range(left):
+                beside[row, output] = out[0, first_row + row, first + output]
+    for piece in range(pieces):
+        multiply_panel(
+            count,
+            rows_at + piece * num_rows * row_bytes,
+            row_bytes,
+            np.int64(4),
+            panel_at + piece * inputs * _PANEL_BYTES,
+            np.int64(_PANEL_BYTES),
+            inputs,
+            target,
+            target_bytes,
+            np.int64(use if piece == 0 else ADD),
+        )
+    for row in range(len(beside)):
+        for output in range(left):
+            out[0, first_row + row, first + output] = beside[row, output]

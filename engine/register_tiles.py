@@ -16,6 +16,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from engine.vector_exp import emit_exp
+
 _FEATURES: Final = llvmlite.binding.get_host_cpu_features()
 _HAS_AVX512: Final = bool(_FEATURES.get("avx512f"))
 # Of 32 registers of 16 numbers, or 16 of 8: two hold the panel, and each row of a tile takes two for its sums.
@@ -25,6 +27,9 @@ PANEL: Final = 2 * LANES
 """Outputs of a panel."""
 MOST_ROWS: Final = 12 if _HAS_AVX512 else 6
 """Rows of the largest tile: multiples of it are multiplied at the best rate."""
+PUT, ADD, GATE = 0, 1, 2
+"""What becomes of sums: they are put where results go, or added to what is there; or silu of the panel's first half times
+its second half is put, half as many numbers."""
 
 _FLOAT, _INT, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
@@ -38,7 +43,7 @@ def is_available() -> bool:
 
 
 def _tile(num_rows: int, is_scattered: bool, num_vectors: int = 2) -> Any:
-    """`out (+)= rows × panel` for so many rows. All places are addresses, all distances bytes: between rows, between a
+    """`out = rows × panel` for so many rows, or what else `use` says: `PUT`, `ADD` or `GATE`. All places are addresses, all distances bytes: between rows, between a
     row's inputs, between the panel's inputs, between rows of `out`.
 
     Of a scattered tile, rows and the panel's inputs lie anywhere: `rows` and `panel` are where their addresses stand, and
@@ -55,14 +60,14 @@ def _tile(num_rows: int, is_scattered: bool, num_vectors: int = 2) -> Any:
         inputs: Any,
         out: Any,
         out_bytes: Any,
-        is_added: Any,
+        use: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             _Tile(builder, num_rows, is_scattered, num_vectors).emit(*arguments)
             return context.get_dummy_value()
 
         number = types.int64
-        return types.void(*[number] * 8, types.boolean), generate
+        return types.void(*[number] * 9), generate
 
     return tile
 
@@ -75,6 +80,7 @@ class _Tile:
         self._vectors = range(num_vectors)
         self._num_rows = num_rows
         self._is_scattered = is_scattered
+        self._can_gate = not is_scattered  # No other product wants it.
 
     def emit(
         self,
@@ -86,7 +92,7 @@ class _Tile:
         inputs: Any,
         out: Any,
         out_bytes: Any,
-        is_added: Any,
+        use: Any,
     ) -> None:
         builder = self._builder
         before, loop, after = builder.block, builder.append_basic_block("inputs"), builder.append_basic_block("sums")
@@ -108,10 +114,15 @@ class _Tile:
         builder.cbranch(builder.icmp_signed("<", following, inputs), loop, after)
 
         builder.position_at_end(after)
-        with builder.if_else(is_added) as (add, put):
-            for block, is_adding in ((add, True), (put, False)):
-                with block:
-                    self._finish(added, out, out_bytes, is_adding)
+        end = builder.append_basic_block("end")
+        choice = builder.switch(use, end)
+        for one_use in (PUT, ADD, GATE) if self._can_gate else (PUT, ADD):
+            block = builder.append_basic_block("use")
+            choice.add_case(ir.Constant(_INT64, one_use), block)
+            builder.position_at_end(block)
+            self._finish(added, out, out_bytes, one_use)
+            builder.branch(end)
+        builder.position_at_end(end)
 
     def _row_bases(self, rows: Any, row_bytes: Any) -> list[Any]:
         builder = self._builder
@@ -155,15 +166,22 @@ class _Tile:
             added.append([builder.call(multiply_add, [spread, weights[half], of_row[half]]) for half in self._vectors])
         return added
 
-    def _finish(self, sums: list[list[Any]], out: Any, out_bytes: Any, is_adding: bool) -> None:
+    def _finish(self, sums: list[list[Any]], out: Any, out_bytes: Any, use: int) -> None:
         builder = self._builder
+        if use == GATE:
+            sums = [[self._gated(*of_row)] for of_row in sums]
         for row, of_row in enumerate(sums):
             first = builder.inttoptr(builder.add(out, builder.mul(out_bytes, ir.Constant(_INT64, row))), _BYTE_POINTER)
             for half, total in enumerate(of_row):
                 target = self._place(first, half * _VECTOR_BYTES, _VECTOR)
-                if is_adding:
+                if use == ADD:
                     total = builder.fadd(total, builder.load(target, align=4))
                 builder.store(total, target, align=4)
+
+    def _gated(self, gate: Any, up: Any) -> Any:
+        builder, one = self._builder, ir.Constant(_VECTOR, [1.0] * LANES)
+        shrunk = builder.fadd(one, emit_exp(builder, builder.fneg(gate)))
+        return builder.fmul(builder.fdiv(gate, shrunk), up)
 
     def _place(self, base: Any, offset: Any, kind: Any) -> Any:
         if isinstance(offset, int):
@@ -205,17 +223,17 @@ def multiply_panel(
     inputs: Any,
     out: Any,
     out_bytes: Any,
-    is_added: Any,
+    use: Any,
 ) -> None:
-    """All rows by one panel, the largest tiles first; see `_tile`. Everything is an int64 but `is_added`."""
+    """All rows by one panel, the largest tiles first; see `_tile`. Everything is an int64."""
     while num_rows >= MOST_ROWS:
-        _tile_most(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
+        _tile_most(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use)
         rows, out, num_rows = rows + MOST_ROWS * row_bytes, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
     while num_rows >= 4:
-        _tile_4(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
+        _tile_4(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use)
         rows, out, num_rows = rows + 4 * row_bytes, out + 4 * out_bytes, num_rows - 4
     while num_rows >= 1:
-        _tile_1(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, is_added)
+        _tile_1(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use)
         rows, out, num_rows = rows + row_bytes, out + out_bytes, num_rows - 1
 
 
@@ -229,23 +247,21 @@ def multiply_scattered(
     inputs: Any,
     out: Any,
     out_bytes: Any,
-    is_added: Any,
+    use: Any,
     is_half: Any,
 ) -> None:
     """As `multiply_panel`, of rows and inputs of a panel that lie anywhere: tables of their addresses are given. Of the
     panel's second half nothing need be right with `is_half`."""
     table, unused = row_addresses, np.int64(0)
     while is_half and num_rows >= MOST_ROWS:
-        _half_scattered_most(
-            table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added
-        )
+        _half_scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use)
         table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
     while num_rows >= MOST_ROWS:
-        _scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added)
+        _scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use)
         table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
     while num_rows >= 4:
-        _scattered_4(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added)
+        _scattered_4(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use)
         table, out, num_rows = table + 4 * _ADDRESS_BYTES, out + 4 * out_bytes, num_rows - 4
     while num_rows >= 1:
-        _scattered_1(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, is_added)
+        _scattered_1(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use)
         table, out, num_rows = table + _ADDRESS_BYTES, out + out_bytes, num_rows - 1

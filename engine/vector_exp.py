@@ -11,7 +11,7 @@ from typing import Any
 
 import numba
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
@@ -69,3 +69,31 @@ def exp32(x: Any) -> Any:
     p = p * f + numba.float32(COEFFICIENTS[6])
     found = p * _power_of_two(n)
     return found if x == x else x
+
+
+def emit_exp(builder: Any, x: Any) -> Any:
+    """Emits `exp32` of a vector of floats."""
+    lanes = x.type.count
+    floats, whole = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT, lanes)
+
+    def constant(number: float) -> Any:
+        return ir.Constant(floats, [number] * lanes)
+
+    fused, nearest = (
+        cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(floats, [floats] * operands), f"llvm.{name}.v{lanes}f32"
+        )
+        for name, operands in (("fma", 3), ("rint", 1))
+    )
+    t = builder.fmul(x, constant(LOG2_E))
+    # NaN lies outside too: converting it to an integer is undefined, so the power of two never sees it.
+    for bound, kept in ((-127.0, ">="), (128.0, "<=")):
+        t = builder.select(builder.fcmp_ordered(kept, t, constant(bound)), t, constant(bound))
+    n = builder.call(nearest, [t])
+    f = builder.fsub(t, n)
+    p = constant(COEFFICIENTS[0])
+    for coefficient in COEFFICIENTS[1:]:
+        p = builder.call(fused, [p, f, constant(coefficient)])
+    biased = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [127] * lanes))
+    power = builder.bitcast(builder.shl(biased, ir.Constant(whole, [23] * lanes)), floats)
+    return builder.select(builder.fcmp_ordered("ord", x, x), builder.fmul(p, power), x)

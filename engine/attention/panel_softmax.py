@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any, Final
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
 from engine.register_tiles import LANES, PANEL
-from engine.vector_exp import COEFFICIENTS, LOG2_E
+from engine.vector_exp import emit_exp
 
-_FLOAT, _INT, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_VECTOR, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+_INT64 = ir.IntType(64)
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _HALVES: Final = PANEL // LANES
 
 
@@ -44,12 +44,6 @@ class _Softmax:
         self._builder = builder
         self._scores, self._num_keys = scores, num_keys
         self._highest, self._total, self._shrink = highest, total, shrink
-        self._fused = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-        )
-        self._nearest = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.rint.v{LANES}f32"
-        )
 
     def emit(self) -> None:
         builder = self._builder
@@ -61,13 +55,13 @@ class _Softmax:
             builder.store(highest[half], self._place(self._highest, half), align=4)
             # Where nothing was seen yet, any number does; of the infinite there is no difference.
             bases.append(builder.select(builder.fcmp_ordered("==", highest[half], infinite), zero, highest[half]))
-            shrink = self._exp(builder.fsub(before[half], bases[half]))
+            shrink = emit_exp(builder, builder.fsub(before[half], bases[half]))
             builder.store(shrink, self._place(self._shrink, half), align=4)
             kept = builder.load(self._place(self._total, half), align=4)
             totals.append(builder.fmul(kept, shrink))
 
         def weigh(half: int, total: Any, place: Any) -> Any:
-            weight = self._exp(builder.fsub(builder.load(place, align=4), bases[half]))
+            weight = emit_exp(builder, builder.fsub(builder.load(place, align=4), bases[half]))
             builder.store(weight, place, align=4)
             return builder.fadd(total, weight)
 
@@ -97,22 +91,6 @@ class _Softmax:
         builder.cbranch(builder.icmp_signed("<", following, self._num_keys), loop, after)
         builder.position_at_end(after)
         return found
-
-    def _exp(self, x: Any) -> Any:
-        """As `engine.vector_exp.exp32`, of a vector."""
-        builder = self._builder
-        t = builder.fmul(x, _constant(LOG2_E))
-        # NaN lies outside too: converting it to an integer is undefined, so the power of two never sees it.
-        for bound, kept in ((-127.0, ">="), (128.0, "<=")):
-            t = builder.select(builder.fcmp_ordered(kept, t, _constant(bound)), t, _constant(bound))
-        n = builder.call(self._nearest, [t])
-        f = builder.fsub(t, n)
-        p = _constant(COEFFICIENTS[0])
-        for coefficient in COEFFICIENTS[1:]:
-            p = builder.call(self._fused, [p, f, _constant(coefficient)])
-        biased = builder.add(builder.fptosi(n, _INTS), ir.Constant(_INTS, [127] * LANES))
-        power = builder.bitcast(builder.shl(biased, ir.Constant(_INTS, [23] * LANES)), _VECTOR)
-        return builder.select(builder.fcmp_ordered("ord", x, x), builder.fmul(p, power), x)
 
     def _place(self, base: Any, half: int) -> Any:
         address = self._builder.add(base, ir.Constant(_INT64, half * 4 * LANES))

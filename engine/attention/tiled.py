@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.attention.panel_softmax import soften
 from engine.claims import claim
-from engine.register_tiles import CACHE_LINE, LANES, MOST_ROWS, PANEL, multiply_scattered, prefetch
+from engine.register_tiles import ADD, CACHE_LINE, LANES, MOST_ROWS, PANEL, PUT, multiply_scattered, prefetch
 from engine.vector_exp import exp32
 
 # Keys between two looks at the maximum: enough to forget what that costs, few enough for the first cache, whole tiles.
@@ -163,21 +163,27 @@ def _attend_task(
         highest[q] = -np.inf
         total[q] = 0.0
         seen_until[q] = 0
+        of_query = sums[q]
         for d in range(head_dim):
+            of_query[d] = 0.0
+    # What no query asks is computed all the same, and must be harmless.
+    for d in range(head_dim if count < PANEL else 0):
+        for q in range(count, PANEL):
             asks[d, q] = 0.0
-            sums[q, d] = 0.0
-    for t in range(_ROUND):
+    for t in range(_ROUND if count <= LANES else 0):
         for q in range(LANES, PANEL):
             scores[t, q] = 0.0  # Where few ask, nothing else is written there.
     soonest, latest = ends[first_row + (first_query + count - 1) // group], np.int64(0)
+    of_part, head = first_row + first_query // group, first_query % group
     for q in range(count):
-        of_part = first_row + (first_query + q) // group
-        head = kv_head * group + (first_query + q) % group
-        asked = query[rows[of_part], head]
+        asked = query[rows[of_part], kv_head * group + head]
         for d in range(head_dim):
             asks[d, q] = asked[d] * factor
         seen_until[q] = ends[of_part]
         soonest, latest = min(soonest, ends[of_part]), max(latest, ends[of_part])
+        head += 1
+        if head == group:
+            of_part, head = of_part + 1, np.int64(0)
     head_at = pool_at + (layer * 2 * tokens_per_block * kv_heads + kv_head) * head_dim * 4
     for d in range(head_dim):
         asks_at[d] = np.int64(asks.ctypes.data) + d * PANEL * 4
@@ -224,7 +230,7 @@ def _attend_task(
                 np.int64(head_dim),
                 np.int64(scores.ctypes.data) + done * PANEL * 4,
                 np.int64(PANEL * 4),
-                False,
+                np.int64(PUT),
                 count <= LANES,
             )
             done += here
@@ -242,10 +248,11 @@ def _attend_task(
             np.int64(shrink.ctypes.data),
         )
         for q in range(count):
-            if shrink[q] != np.float32(1.0):
+            share = shrink[q]
+            if share != np.float32(1.0):
                 of_query = sums[q]
                 for d in range(head_dim):
-                    of_query[d] *= shrink[q]
+                    of_query[d] *= share
         for panel in range(num_panels):
             for t in range(panel, num_asked, num_panels):
                 for line in range(0, head_dim * 4, CACHE_LINE):
@@ -259,7 +266,7 @@ def _attend_task(
                 num_keys,
                 np.int64(sums.ctypes.data) + panel * PANEL * 4,
                 np.int64(head_dim * 4),
-                True,
+                np.int64(ADD),
                 False,
             )
         if rest < head_dim:
@@ -333,11 +340,14 @@ def _attend_parts(
                         for d in range(head_dim):
                             sums_aside[slot, q, d] = sums[q, d]
                     continue
+                of_part, head = first_row + first_query // group, first_query % group
                 for q in range(count):
                     if seen_until[q] > first_key:
-                        row = rows[first_row + (first_query + q) // group]
-                        head = kv_head * group + (first_query + q) % group
-                        _fold_in(out, weights, row, head, sums[q], highest[q], total[q])
+                        place = kv_head * group + head
+                        _fold_in(out, weights, rows[of_part], place, sums[q], highest[q], total[q])
+                    head += 1
+                    if head == group:
+                        of_part, head = of_part + 1, np.int64(0)
 
     for index in range(len(tasks) if num_slots else 0):
         kv_head, first_query, first_row = tasks[index, 0], tasks[index, 1], tasks[index, 2]

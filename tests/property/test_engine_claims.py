@@ -12,7 +12,7 @@ import pytest
 
 from engine.claims import claim
 from engine.panel_products import multiply
-from engine.register_tiles import MOST_ROWS, PANEL
+from engine.register_tiles import MOST_ROWS, PANEL, PUT
 
 
 @numba.njit(parallel=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -45,9 +45,9 @@ def test_a_product_is_whole_also_with_more_threads_than_panels(
     inputs, outputs = 33, num_panels * PANEL - 3
     rows = rng.standard_normal((1, num_rows, inputs), np.float32)
     panels = rng.standard_normal((num_panels, inputs, PANEL), np.float32)
-    out = np.full((num_rows, outputs), np.nan, np.float32)
+    out = np.full((1, num_rows, outputs), np.nan, np.float32)
 
-    multiply(rows, panels, np.empty(0, np.float32), MOST_ROWS, out, num_threads)
+    multiply(rows, panels, np.empty(0, np.float32), MOST_ROWS, out, PUT, num_threads)
 
     wanted = np.concatenate([rows[0].astype(np.float64) @ panel for panel in panels], 1)[:, :outputs]
-    assert np.abs(out - wanted).max() < 1e-4
+    assert np.abs(out[0] - wanted).max() < 1e-4

@@ -19,8 +19,9 @@ from engine.attention.panel_softmax import soften
 from engine.layer_kernels import PARALLEL_ROWS, add_normalise, gate, normalise, normalise_heads, rotate_and_store
 from engine.linears import pieces_of
 from engine.panel_block import between_attentions
-from engine.panel_linear import PanelLinear
-from engine.register_tiles import PANEL
+from engine.panel_linear import PanelLinear, can_gate, paired
+from engine.panel_products import multiply
+from engine.register_tiles import ADD, GATE, LANES, MOST_ROWS, PANEL
 from engine.vector_exp import exp32
 
 PANELS = partial(PanelLinear, panel_linear.WeightMemory())
@@ -246,31 +247,29 @@ def _norm(rows: np.ndarray, weight: np.ndarray, epsilon: float = 1e-5) -> np.nda
 
 @settings(max_examples=20, deadline=None)
 @given(rows=ROWS, pieces=st.sampled_from((1, 2)), has_bias=st.booleans(), seed=SEEDS)
-def test_what_lies_between_two_attentions_is_its_parts_one_after_another(
-    rows: int, pieces: int, has_bias: bool, seed: int
-) -> None:
+def test_what_lies_between_two_attentions_equals_float64(rows: int, pieces: int, has_bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    hidden, heads, width, output = 48, 64, 72, 96
-    sizes = ((heads, hidden), (hidden, 2 * width), (width, hidden), (hidden, output))
-    products = [
-        PANELS([torch.nn.Linear(num_inputs, num_outputs, bias=has_bias)], pieces if num_inputs == width else 1)
-        for num_inputs, num_outputs in sizes
-    ]
-    attention_out, gate_up, mlp_down, following = products
+    hidden, heads, width, output = 48, 64, 96, 72
+    attention_out, down, following = (
+        torch.nn.Linear(*sizes, bias=has_bias) for sizes in ((heads, hidden), (width, hidden), (hidden, output))
+    )
+    gates, up = (torch.nn.Linear(hidden, width, bias=False) for _ in range(2))
+    products = (PANELS([attention_out]), PANELS([paired(gates, up)]), PANELS([down], pieces), PANELS([following]))
     mlp_norm, next_norm = (torch.rand(hidden).numpy() for _ in range(2))
     attended, residual = torch.randn(rows, heads), torch.randn(rows, hidden)
-    expected = residual.numpy().copy()
-    normed, gated = torch.empty(rows, hidden), torch.empty(pieces, rows, width // pieces)
-    add_normalise(expected, attention_out(attended).numpy(), mlp_norm, 1e-5, normed.numpy())
-    gate(gate_up(normed).numpy(), gated.numpy())
-    add_normalise(expected, mlp_down(gated).numpy(), next_norm, 1e-5, normed.numpy())
-    poison = [np.full(shape, np.nan, np.float32) for shape in ((rows, hidden), (rows, 2 * width), (rows, output))]
+    with torch.no_grad():
+        for layer in (attention_out, down, following, gates, up):
+            layer.double()
+        expected = residual.double() + attention_out(attended.double())
+        normed = torch.from_numpy(_norm(expected.numpy(), mlp_norm))
+        expected += down(torch.nn.functional.silu(gates(normed)) * up(normed))
+        wanted = following(torch.from_numpy(_norm(expected.numpy(), next_norm))).numpy()
+    shapes = ((1, rows, hidden), (pieces, rows, width // pieces), (1, rows, output))
+    poison = [np.full(shape, np.nan, np.float32) for shape in shapes]
 
     between_attentions(
         attended.numpy()[np.newaxis],
-        residual.numpy(),
-        np.full((1, rows, hidden), np.nan, np.float32),
-        np.full(gated.shape, np.nan, np.float32),
+        residual.numpy()[np.newaxis],
         *poison,
         *(product.held for product in products),
         mlp_norm,
@@ -279,5 +278,59 @@ def test_what_lies_between_two_attentions_is_its_parts_one_after_another(
         numba.get_num_threads(),
     )
 
-    np.testing.assert_array_equal(poison[-1], following(normed).numpy())
-    np.testing.assert_array_equal(residual.numpy(), expected)
+    np.testing.assert_allclose(residual.numpy(), expected.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(poison[-1][0], wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 11, 12, 29])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 200.0, -200.0])
+def test_a_gated_product_does_with_what_is_not_finite_as_the_gate_alone(rows: int, value: float) -> None:
+    torch.manual_seed(0)
+    gates, up = (torch.nn.Linear(1, LANES, bias=False) for _ in range(2))
+    torch.nn.init.ones_(gates.weight)
+    torch.nn.init.ones_(up.weight)
+    given_ = np.zeros((1, rows, 1), np.float32)
+    given_[0, -1] = value
+    wanted, found = (np.full((1, rows, LANES), 7.0, np.float32) for _ in range(2))
+    gate(np.repeat(given_[0], 2 * LANES, 1), wanted)
+
+    multiply(given_, *PANELS([paired(gates, up)]).held, found, GATE, numba.get_num_threads())
+
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, MOST_ROWS, 3 * MOST_ROWS + 7])
+@pytest.mark.parametrize(("outputs", "pieces", "has_bias"), [(96, 1, False), (PANEL - 1, 3, True), (71, 3, False)])
+def test_a_product_is_added_to_what_is_there(rows: int, outputs: int, pieces: int, has_bias: bool) -> None:
+    """Also where the last panel has room for more, sums come in pieces, and there is a bias."""
+    torch.manual_seed(rows)
+    layer = torch.nn.Linear(60, outputs, bias=has_bias)
+    panels = PANELS([layer], pieces)
+    given_, there = torch.randn(rows, 60), torch.randn(rows, outputs)
+    in_pieces = given_.view(rows, pieces, -1).transpose(0, 1).contiguous()
+    with torch.no_grad():
+        wanted = there.double() + layer.double()(given_.double())
+
+    multiply(in_pieces.numpy(), *panels.held, there.numpy()[np.newaxis], ADD, numba.get_num_threads())
+
+    np.testing.assert_allclose(there.numpy(), wanted.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("width", "up_width", "pieces", "bias_on", "can"),
+    [
+        (4 * LANES, 4 * LANES, 2, None, True),
+        (4 * LANES, 4 * LANES, 1, "up", False),
+        (4 * LANES, 4 * LANES, 1, "gate", False),
+        (3 * LANES, 3 * LANES, 2, None, False),
+        (LANES + 1, LANES + 1, 1, None, False),
+        (2 * LANES, 4 * LANES, 1, None, False),
+    ],
+)
+def test_gating_with_the_product_is_for_whole_panels_without_bias(
+    width: int, up_width: int, pieces: int, bias_on: str | None, can: bool
+) -> None:
+    gates = torch.nn.Linear(8, width, bias=bias_on == "gate")
+    up = torch.nn.Linear(8, up_width, bias=bias_on == "up")
+
+    assert can_gate(gates, up, pieces) is can

@@ -17,7 +17,17 @@ from transformers import (
 
 VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
-FAMILIES = ("llama", "llama_mha", "llama_rope3", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "llama",
+    "llama_mha",
+    "llama_bias",
+    "llama_rope3",
+    "llama_linear",
+    "llama_yarn",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)
 
 
 def write_tiny_model(directory: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
@@ -35,7 +45,7 @@ def write_tiny_model(directory: Path, family: str = "llama", seed: int = 0, **ov
 
 def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of one of `FAMILIES`: grouped-query except `llama_mha`; Qwen3 has norms on Q and K, Qwen2 has
-    biases, and the head size is not hidden ÷ heads in two of them."""
+    biases, `llama_bias` has them everywhere, and the head size is not hidden ÷ heads in two of them."""
     shared: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
@@ -53,6 +63,8 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
             return LlamaConfig(**shared | overrides)
         case "llama_mha":
             return LlamaConfig(**shared | {"num_key_value_heads": 6, "tie_word_embeddings": True} | overrides)
+        case "llama_bias":
+            return LlamaConfig(**shared | {"attention_bias": True, "mlp_bias": True} | overrides)
         case "llama_rope3":
             rope = {
                 "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
