@@ -57,6 +57,7 @@ def _multiply_task(
     row_bytes = inputs * 4
     rows_at = np.int64(rows.ctypes.data) + first_row * row_bytes
     panel_at = np.int64(panels.ctypes.data) + panel * pieces * inputs * _PANEL_BYTES
+    ahead = panel_at + (pieces * inputs * _PANEL_BYTES if panel + 1 < len(panels) else 0)
     first = panel * (LANES if use == GATE else PANEL)
     piece_of_out, place = first // width, first % width
     target, target_bytes = np.int64(out.ctypes.data), width * 4
@@ -86,6 +87,7 @@ def _multiply_task(
             target,
             target_bytes,
             np.int64(use if piece == 0 else ADD),
+            ahead + piece * inputs * _PANEL_BYTES,
         )
     for row in range(len(beside)):
         for output in range(left):

@@ -61,13 +61,14 @@ def _tile(num_rows: int, is_scattered: bool, num_vectors: int = 2) -> Any:
         out: Any,
         out_bytes: Any,
         use: Any,
+        ahead: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             _Tile(builder, num_rows, is_scattered, num_vectors).emit(*arguments)
             return context.get_dummy_value()
 
         number = types.int64
-        return types.void(*[number] * 9), generate
+        return types.void(*[number] * 10), generate
 
     return tile
 
@@ -93,6 +94,7 @@ class _Tile:
         out: Any,
         out_bytes: Any,
         use: Any,
+        ahead: Any,
     ) -> None:
         builder = self._builder
         before, loop, after = builder.block, builder.append_basic_block("inputs"), builder.append_basic_block("sums")
@@ -104,6 +106,10 @@ class _Tile:
         at.add_incoming(ir.Constant(_INT64, 0), before)
         sums = [[builder.phi(_VECTOR) for _ in self._vectors] for _ in range(self._num_rows)]
         added = self._input(sums, row_bases, builder.mul(at, input_bytes), self._panel_input(panel, panel_bytes, at))
+        if self._num_rows == MOST_ROWS and not self._is_scattered:
+            line = builder.add(ahead, builder.mul(at, ir.Constant(_INT64, CACHE_LINE)))
+            _emit_prefetch(builder, line)
+            _emit_prefetch(builder, builder.add(line, builder.mul(inputs, ir.Constant(_INT64, CACHE_LINE))))
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
         for of_row, added_of_row in zip(sums, added, strict=True):
             for total, new in zip(of_row, added_of_row, strict=True):
@@ -189,15 +195,19 @@ class _Tile:
         return self._builder.bitcast(self._builder.gep(base, [offset]), kind.as_pointer())
 
 
+def _emit_prefetch(builder: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _INT, _INT, _INT])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    read, into_second_cache, data = (ir.Constant(_INT, number) for number in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, _BYTE_POINTER), read, into_second_cache, data])
+
+
 @intrinsic  # type: ignore[misc]
 def _prefetch(typing_context: Any, address: Any) -> Any:
     """Asks for the cache line at `address` (an int64) without waiting for it; any address may be asked for."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _INT, _INT, _INT])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        read, into_second_cache, data = (ir.Constant(_INT, number) for number in (0, 2, 1))
-        builder.call(function, [builder.inttoptr(arguments[0], _BYTE_POINTER), read, into_second_cache, data])
+        _emit_prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -224,16 +234,19 @@ def multiply_panel(
     out: Any,
     out_bytes: Any,
     use: Any,
+    ahead: Any,
 ) -> None:
     """All rows by one panel, the largest tiles first; see `_tile`. Everything is an int64."""
     while num_rows >= MOST_ROWS:
-        _tile_most(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use)
+        _tile_most(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
         rows, out, num_rows = rows + MOST_ROWS * row_bytes, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
+        ahead = panel
     while num_rows >= 4:
-        _tile_4(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use)
+        _tile_4(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
         rows, out, num_rows = rows + 4 * row_bytes, out + 4 * out_bytes, num_rows - 4
+        ahead = panel
     while num_rows >= 1:
-        _tile_1(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use)
+        _tile_1(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
         rows, out, num_rows = rows + row_bytes, out + out_bytes, num_rows - 1
 
 
@@ -254,14 +267,16 @@ def multiply_scattered(
     panel's second half nothing need be right with `is_half`."""
     table, unused = row_addresses, np.int64(0)
     while is_half and num_rows >= MOST_ROWS:
-        _half_scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use)
+        _half_scattered_most(
+            table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused
+        )
         table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
     while num_rows >= MOST_ROWS:
-        _scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use)
+        _scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused)
         table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
     while num_rows >= 4:
-        _scattered_4(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use)
+        _scattered_4(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused)
         table, out, num_rows = table + 4 * _ADDRESS_BYTES, out + 4 * out_bytes, num_rows - 4
     while num_rows >= 1:
-        _scattered_1(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use)
+        _scattered_1(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused)
         table, out, num_rows = table + _ADDRESS_BYTES, out + out_bytes, num_rows - 1
