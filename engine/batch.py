@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,95 +90,121 @@ def pack(
 
     With `share`, beginnings that several chunks have in common become shared spans, where that pays.
     """
-    assert plan.chunks, "a step without a chunk"
-    first_rows = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
-    positions, slots, spans = [], [], []
-    short: list[tuple[int, Chunk, Ints, int]] = []
-    tables = [_checked_table(chunk, tokens_per_block, num_blocks) for chunk in plan.chunks]
-    runs = _runs(plan.chunks, tables, tokens_per_block, max_short_tokens) if share else []
-    own_from = [0] * len(plan.chunks)
+    chunks = plan.chunks
+    assert chunks, "a step without a chunk"
+    counts = [len(chunk.tokens) for chunk in chunks]
+    first_rows = [0, *accumulate(counts)]
+    # All tables end to end, and where each begins: numpy is asked a few times for a step, and not for each chunk.
+    needed = [-(-(chunk.start + count) // tokens_per_block) for chunk, count in zip(chunks, counts, strict=True)]
+    begins = [0, *accumulate(needed)]
+    table = np.fromiter(
+        chain.from_iterable(chunk.block_table[:count] for chunk, count in zip(chunks, needed, strict=True)), np.int64
+    )
+    _check(chunks, needed, table, num_blocks)
+    tables = [table[begin:end] for begin, end in pairwise(begins)]
+
+    if first_rows[-1] == len(chunks):
+        positions, table_of_row = np.array([chunk.start for chunk in chunks]), np.array(begins[:-1])
+    else:
+        positions = np.concatenate([np.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
+        table_of_row = np.repeat(begins[:-1], counts)
+    slot_mapping = table[table_of_row + positions // tokens_per_block] * tokens_per_block + positions % tokens_per_block
+    assert len(set(slot_mapping.tolist())) == len(slot_mapping), "two tokens of a step would be written to one place"
+
+    runs = _runs(chunks, tokens_per_block, max_short_tokens) if share else []
+    own_from = [0] * len(chunks)
     for run in runs:
         for member in run.members:
             own_from[member] = max(own_from[member], run.end * tokens_per_block)
-    for first_row, chunk, table, own in zip(first_rows, plan.chunks, tables, own_from, strict=False):
-        at = np.arange(chunk.start, chunk.start + len(chunk.tokens), dtype=np.int64)
-        positions.append(at)
-        slots.append(table[at // tokens_per_block] * tokens_per_block + at % tokens_per_block)
-        if len(chunk.tokens) <= max_short_tokens:
-            short.append((int(first_row), chunk, table, own))
-        else:
-            spans.append(Span(int(first_row), len(chunk.tokens), chunk.start, table, own))
-
-    slot_mapping = np.concatenate(slots)
-    assert len(np.unique(slot_mapping)) == len(slot_mapping), "two tokens of a step would be written to one place"
+    short = [index for index, count in enumerate(counts) if count <= max_short_tokens]
     return PackedBatch(
-        token_ids=np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in plan.chunks]),
-        positions=np.concatenate(positions),
+        token_ids=np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, len(positions)),
+        positions=positions,
         slot_mapping=slot_mapping,
         logit_rows=np.array(
-            [end - 1 for end, chunk in zip(first_rows[1:], plan.chunks, strict=True) if chunk.sample is not None],
-            np.int64,
+            [end - 1 for end, chunk in zip(first_rows[1:], chunks, strict=True) if chunk.sample is not None], np.int64
         ),
-        spans=tuple(spans),
-        short=_short_rows(short) if short else None,
+        spans=tuple(
+            Span(first_rows[index], counts[index], chunk.start, tables[index], own_from[index])
+            for index, chunk in enumerate(chunks)
+            if counts[index] > max_short_tokens
+        ),
+        short=_short_rows(chunks, short, first_rows, begins, table, own_from) if short else None,
         shared=tuple(
             SharedSpan(
                 tables[run.members[0]][run.begin : run.end],
-                np.concatenate([np.arange(first_rows[i], first_rows[i + 1], dtype=np.int64) for i in run.members]),
+                np.concatenate([np.arange(first_rows[i], first_rows[i + 1]) for i in run.members]),
             )
             for run in runs
         ),
     )
 
 
-def _runs(chunks: Sequence[Chunk], tables: Sequence[Ints], tokens_per_block: int, max_short_tokens: int) -> list[Run]:
+def _check(chunks: Sequence[Chunk], needed: Sequence[int], table: Ints, num_blocks: int) -> None:
+    """Everything that a kernel will trust; `table` is what is needed of all chunks' tables."""
+    for chunk, count in zip(chunks, needed, strict=True):
+        assert chunk.tokens, f"sequence {chunk.sequence_id} has an empty chunk"
+        assert chunk.start >= 0
+        assert len(chunk.block_table) >= count, f"sequence {chunk.sequence_id}: block table too short"
+    if table.min() < 0 or table.max() >= num_blocks:
+        wrong = next(
+            chunk
+            for chunk, count in zip(chunks, needed, strict=True)
+            if not all(0 <= block < num_blocks for block in chunk.block_table[:count])
+        )
+        raise AssertionError(f"sequence {wrong.sequence_id}: block id outside the pool")
+
+
+def _runs(chunks: Sequence[Chunk], tokens_per_block: int, max_short_tokens: int) -> list[Run]:
     if len(chunks) < 2:
         return []
     return shared_runs(
         [
             # Only what every token of the chunk sees whole: the blocks that end before it begins.
             Member(
-                tuple(table[: chunk.start // tokens_per_block].tolist()),
+                chunk.block_table[: chunk.start // tokens_per_block],
                 len(chunk.tokens),
                 len(chunk.tokens) <= max_short_tokens,
             )
-            for chunk, table in zip(chunks, tables, strict=True)
+            for chunk in chunks
         ],
         tokens_per_block,
     )
 
 
-def _checked_table(chunk: Chunk, tokens_per_block: int, num_blocks: int) -> Ints:
-    assert chunk.tokens, f"sequence {chunk.sequence_id} has an empty chunk"
-    assert chunk.start >= 0
-    needed = -(-(chunk.start + len(chunk.tokens)) // tokens_per_block)
-    assert len(chunk.block_table) >= needed, f"sequence {chunk.sequence_id}: block table too short"
-    table = np.asarray(chunk.block_table[:needed], np.int64)
-    assert table.min() >= 0, f"sequence {chunk.sequence_id}: negative block id"
-    assert table.max() < num_blocks, f"sequence {chunk.sequence_id}: block id outside the pool"
-    return table
-
-
-def _short_rows(chunks: Sequence[tuple[int, Chunk, Ints, int]]) -> ShortRows:
-    rows, tables, firsts, lasts, row_items = [], [], [], [], [0]
-    table_begin = 0
-    seen = sum(len(chunk.tokens) * (chunk.start + len(chunk.tokens) - own_from) for _, chunk, _, own_from in chunks)
+def _short_rows(
+    chunks: Sequence[Chunk],
+    short: Sequence[int],
+    first_rows: Sequence[int],
+    begins: Sequence[int],
+    table: Ints,
+    own_from: Sequence[int],
+) -> ShortRows:
+    """The items of the chunks that `short` names. `first_rows` and `begins` are where each chunk's rows, and its blocks in
+    `table`, begin."""
+    rows, tables, row_items = [], [], [0]
+    firsts: list[int] = []
+    lasts: list[int] = []
+    seen = sum(
+        len(chunks[index].tokens) * (chunks[index].start + len(chunks[index].tokens) - own_from[index])
+        for index in short
+    )
     segment = SEGMENT_TOKENS if seen >= FEW_TOKENS else SEGMENT_TOKENS // 2
-    for first_row, chunk, table, own_from in chunks:
-        for index in range(len(chunk.tokens)):
-            context = chunk.start + index + 1
-            first = np.arange(own_from, context, segment, dtype=np.int32)
-            firsts.append(first)
-            lasts.append(np.minimum(first + segment, context).astype(np.int32))
-            rows.append(np.full(len(first), first_row + index, np.int32))
-            tables.append(np.full(len(first), table_begin, np.int32))
-            row_items.append(row_items[-1] + len(first))
-        table_begin += len(table)
+    for index in short:
+        chunk = chunks[index]
+        for place in range(len(chunk.tokens)):
+            context = chunk.start + place + 1
+            first = range(own_from[index], context, segment)
+            firsts += first
+            lasts += [min(begin + segment, context) for begin in first]
+            rows += [first_rows[index] + place] * len(first)
+            tables += [begins[index]] * len(first)
+            row_items.append(len(rows))
     return ShortRows(
-        item_row=np.concatenate(rows),
-        item_table=np.concatenate(tables),
-        item_first=np.concatenate(firsts),
-        item_last=np.concatenate(lasts),
-        tables=np.concatenate([table for _, _, table, _ in chunks]).astype(np.int32),
+        item_row=np.array(rows, np.int32),
+        item_table=np.array(tables, np.int32),
+        item_first=np.array(firsts, np.int32),
+        item_last=np.array(lasts, np.int32),
+        tables=table.astype(np.int32),
         row_items=np.array(row_items, np.int32),
     )

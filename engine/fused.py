@@ -15,7 +15,6 @@ from typing import Any, Final
 import numba
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 
 from engine import register_tiles
@@ -27,9 +26,11 @@ from engine.model import LoadedModel
 from engine.model_files import ModelFiles
 from engine.panel_block import between_attentions
 from engine.panel_linear import Held, PanelLinear, WeightMemory, can_gate, paired
+from engine.rotary_tables import RotaryTables
 
 FAMILY: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _EMBEDDING: Final = "model.embed_tokens.weight"
+_MOST_KEPT_ROWS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +79,14 @@ class FusedModel:
         self._heads: int = module.config.num_attention_heads
         self._kv_heads = model.shape.num_kv_heads
         self._epsilon: float = module.config.rms_norm_eps
-        self._rotary = module.model.rotary_emb
+        self._rotation = RotaryTables(module.model.rotary_emb)
         self._scale: float = module.model.layers[0].self_attn.scaling
         self._final_norm = _owned(module.model.norm.weight)
         # The largest comes first, so that no moment holds more than one weight twice.
         self._head = linear([module.lm_head])
         self._embedding = _mapped(model.files, _EMBEDDING, module.model.embed_tokens.weight)
         module.lm_head = module.model.embed_tokens = None
+        self._kept: dict[int, _Hidden] = {}
         self._layers = []
         for index, layer in enumerate(module.model.layers):
             self._layers.append(_pack_layer(layer, linear, isinstance(self._head, PanelLinear)))
@@ -93,9 +95,9 @@ class FusedModel:
     def forward(self, batch: PackedBatch, context: StepContext) -> torch.Tensor:
         """As `LoadedModel.forward`."""
         rows = len(batch.token_ids)
-        residual = F.embedding(torch.from_numpy(batch.token_ids), self._embedding).float()
-        hidden = self._arrays(residual)
-        rotation = self._rotation(batch, residual)
+        hidden = self._arrays(rows)
+        self._embed(batch.token_ids, hidden.residual)
+        rotation = self._rotation.at(batch.positions)
         normalise(hidden.residual_array, self._layers[0].input_norm, self._epsilon, hidden.normed_array)
 
         projected = self._layers[0].qkv(hidden.normed).numpy()
@@ -118,9 +120,9 @@ class FusedModel:
             if not is_read:
                 return torch.empty((0, self.shape.vocab_size))
             if len(wanted) < rows:
-                attended = hidden.attended[wanted]
-                hidden = self._arrays(hidden.residual[wanted])
-                hidden.attended.copy_(attended)
+                of_all, hidden = hidden, self._arrays(len(wanted))
+                torch.index_select(of_all.residual, 0, wanted, out=hidden.residual)
+                torch.index_select(of_all.attended, 0, wanted, out=hidden.attended)
         logits = np.empty((len(hidden.residual), self.shape.vocab_size), np.float32)
         return torch.from_numpy(self._go_on(layer, hidden, self._final_norm, self._head, logits))
 
@@ -141,33 +143,43 @@ class FusedModel:
         add_normalise(hidden.residual_array, delta.numpy(), next_norm, self._epsilon, hidden.normed_array)
         return following(hidden.normed).numpy()
 
-    def _arrays(self, residual: torch.Tensor) -> _Hidden:
-        """What goes from layer to layer."""
-        rows = len(residual)
+    def _embed(self, token_ids: np.ndarray, out: torch.Tensor) -> None:
+        """The rows of the embedding; torch raises for a token outside the vocabulary."""
+        ids = torch.from_numpy(token_ids)
+        if self._embedding.dtype is out.dtype:
+            torch.index_select(self._embedding, 0, ids, out=out)
+        else:
+            out.copy_(torch.index_select(self._embedding, 0, ids))
+
+    def _arrays(self, rows: int) -> _Hidden:
+        """What goes from layer to layer, of any content. Those of small steps are kept: the next has as many rows, most
+        often, and making them costs as much as some of the layers do."""
+        kept = self._kept.get(rows)
+        if kept is not None:
+            return kept
         down = self._layers[0].mlp_down
+        residual = torch.empty((rows, self._layers[0].qkv.num_inputs))
         attended = torch.empty((rows, self._heads, self.shape.head_dim))
         normed = torch.empty_like(residual)
         gated = torch.empty((down.pieces, rows, down.num_inputs // down.pieces))
         attended_rows = attended.view(rows, -1)
-        residual_array, normed_array, gated_array = residual.numpy(), normed.numpy(), gated.numpy()
-        return _Hidden(
+        gated_array = gated.numpy()
+        made = _Hidden(
             residual,
             normed,
             attended,
             attended_rows,
             gated,
-            residual_array,
-            normed_array,
+            residual.numpy(),
+            normed.numpy(),
             attended.numpy(),
             gated_array,
             (*(one.numpy()[np.newaxis] for one in (attended_rows, residual, normed)), gated_array),
             (np.float32(self._epsilon), numba.get_num_threads()),
         )
-
-    def _rotation(self, batch: PackedBatch, like: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """RoPE's tables for the step, from transformers' own module, so that every kind of scaling is its."""
-        cos, sin = self._rotary(like, torch.from_numpy(batch.positions).unsqueeze(0))
-        return cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+        if rows <= _MOST_KEPT_ROWS:
+            self._kept[rows] = made
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,10 @@ def step_size(rates: StepRates, outlook: Outlook, decode_pace: float, most: int)
         return StepSize(most)
     if outlook.num_decodes and rates.is_unsure:
         return StepSize(min(most, outlook.num_decodes))
+    if outlook.num_decodes and not outlook.left:
+        return StepSize(
+            min(most, outlook.num_decodes + LEAST_PREFILL)
+        )  # Should a prompt come before the step is planned.
     chunk = _large_enough(rates, outlook, most)
     if outlook.num_decodes:
         are_young = outlook.num_young == outlook.num_decodes

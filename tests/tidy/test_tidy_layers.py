@@ -34,7 +34,7 @@ TENSORS = {"torch", "transformers", "numba"}
 TENSOR_MODULES = {
     "engine/attention/cpu.py", "engine/attention/gather.py", "engine/attention/interface.py",
     "engine/attention/paged_decode.py", "engine/cuda_device.py", "engine/fused.py", "engine/kv_memory.py", "engine/layer_kernels.py", "engine/model.py",
-    "engine/claims.py", "engine/int8_linear.py", "engine/attention/panel_softmax.py", "engine/attention/tiled.py", "engine/linears.py", "engine/panel_block.py", "engine/panel_linear.py",
+    "engine/claims.py", "engine/int8_linear.py", "engine/attention/panel_softmax.py", "engine/attention/tiled.py", "engine/linears.py", "engine/panel_block.py", "engine/panel_linear.py", "engine/rotary_tables.py",
     "engine/kernel_cache.py", "engine/panel_products.py",
     "engine/register_tiles.py", "engine/row_scan.py", "engine/runner.py", "engine/sampler.py", "engine/vector_exp.py",
     "command/model_convert.py", "cached/guarded_mapping.py", "cached/hashing_copy.py",

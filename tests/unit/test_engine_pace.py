@@ -309,3 +309,11 @@ def test_a_plan_is_what_its_chunks_attend_to() -> None:
 def test_prompts_never_stand_still() -> None:
     assert num_tokens(learn(StepRates()), Outlook(20, 6000, 0, [4000]), 1.0, 512) == 20 + LEAST_PREFILL
     assert num_tokens(learn(StepRates()), Outlook(508, 6000, 0, [4000]), 1.0, 512) == 512
+
+
+@pytest.mark.parametrize("num_decodes", [1, 16])
+def test_where_no_prompt_waits_one_that_comes_meanwhile_begins_with_a_few_tokens(num_decodes: int) -> None:
+    """What it gets was not weighed against the streams' pace; the step after is."""
+    outlook = Outlook(num_decodes, 100 * num_decodes)
+
+    assert num_tokens(learn(StepRates()), outlook, 2.75, 512) == num_decodes + LEAST_PREFILL
