@@ -1,7 +1,7 @@
 """Is the embedded engine as quick as vLLM's CPU build on the same machine, model and precision?
 
-Both servers run at once, one working while the other idles, and take every figure in turn, so that whatever else the
-machine does meets both. vLLM is started from an environment of its own (`--vllm-python`), tuned as its documentation
+Both servers are up at once and take every figure in turn, so that whatever else the machine does meets both. Whoever is not
+measured is stopped (SIGSTOP): vLLM's idle engine wakes 1,300 times a second. vLLM is started from an environment of its own (`--vllm-python`), tuned as its documentation
 says for this many cores. One JSON line per figure; the last line sums up.
 
 Prediction: prefill is bound by products (2 FLOP a parameter outside the embeddings and token), a decode step by reading
@@ -25,7 +25,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,11 +80,13 @@ def main() -> None:
             print(json.dumps({"figure": "floor", **floors[-1]}), flush=True)
             for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
                 _wait_for_rest(servers)
-                # The same prompts for both, new ones in each round.
-                _measure(server, Prompts(arguments.model, seed=turn), base=FIRST_UNIQUE_ID + 500 * turn)
+                with _stopped(one for one in servers if one is not server):
+                    # The same prompts for both, new ones in each round.
+                    _measure(server, Prompts(arguments.model, seed=turn), base=FIRST_UNIQUE_ID + 500 * turn)
             if rounded is not None:
                 _wait_for_rest(servers)
-                ours.note(INT8, _decode_alone(rounded, Prompts(arguments.model, seed=turn)))
+                with _stopped((ours, theirs)):
+                    ours.note(INT8, _decode_alone(rounded, Prompts(arguments.model, seed=turn)))
         theirs.figures[INT8] = theirs.figures["decode_1_tokens_per_s"]
         for server in (ours, theirs):
             server.note("memory_without_kv_bytes", memory[server.name])
@@ -341,6 +343,19 @@ def _wait_for_rest(servers: tuple[Server, ...]) -> None:
             return
         before = after
     raise RuntimeError(f"the servers are still busy {REST_S} s after their last request")
+
+
+@contextlib.contextmanager
+def _stopped(servers: Iterable[Server]) -> Iterator[None]:
+    pids = [pid for server in servers for pid in server.pids()]
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in reversed(pids):  # Children first: whoever watches them finds them alive.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def _cpu_s(pids: list[int]) -> float:
