@@ -35,6 +35,10 @@ _LARGE_ENOUGH: Final = 16
 _LEAST_ALONE: Final = 256
 """Tokens of a chunk from which products are about as quick as they get: a prompt that has the engine to itself, which can
 be cancelled between two layers, gets no less."""
+_TILE, _PART_OF_TILE = 12, 4
+"""Rows that products on the CPU take at once, and in what is left of them; single ones take twice as long for each."""
+_MANY: Final = 32
+"""Tokens of a step from which it pays to leave out what would be multiplied row by row."""
 _PRIOR: Final = (16.0, 1.2, 1 / 1200, 1.0, 1 / 2400, 1 / 100)
 """What to begin with, in units of a prefilled token: a small model on a CPU. Measurements put it right."""
 _GAIN: Final = 0.2
@@ -245,8 +249,10 @@ def step_size(rates: StepRates, outlook: Outlook, decode_pace: float, most: int)
             chunk = max(chunk, LEAST_PREFILL, outlook.num_new)
             return StepSize(min(most, others.num_decodes + chunk), sits_out=True)
         chunk = _most_within(pause_s * (_YOUNG_PACE if are_young else 1), rates, outlook, chunk)
-    chunk = max(chunk, LEAST_PREFILL)
-    return StepSize(min(most, outlook.num_decodes + chunk))
+    num_tokens = outlook.num_decodes + max(chunk, LEAST_PREFILL)
+    if outlook.left and chunk < outlook.left[0] and num_tokens >= _MANY:
+        num_tokens -= num_tokens % _PART_OF_TILE
+    return StepSize(min(most, num_tokens))
 
 
 def _without_new(outlook: Outlook) -> Outlook:
@@ -294,7 +300,13 @@ def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
     """
     fixed = rates.fixed_s / rates.prefill_s(outlook.prefill_start)
     # Nobody waits but one prompt: what a step costs anyhow may be believed too small, and its chunks with it.
-    enough = min(most, round(max(_LARGE_ENOUGH * fixed, _LEAST_ALONE)))
+    enough = round(max(_LARGE_ENOUGH * fixed, _LEAST_ALONE))
+    if (
+        outlook.left and outlook.left[0] > enough
+    ):  # In chunks of one size: a short one at the end costs as much as others.
+        enough = -(-outlook.left[0] // round(outlook.left[0] / enough))
+        enough = -(-enough // _TILE) * _TILE
+    enough = min(most, enough)
     count = min(len(outlook.left), _CROWD)
     if count < 2:
         return enough
