@@ -42,7 +42,8 @@ class EngineConfig(BaseModel):
 
     tokens_per_block: int = Field(default=16, description="Tokens in one KV block: a power of two from 2 to 128.")
     device_cache_size: ByteSize | None = Field(
-        default=None, description="Bytes of the device's KV pool; none: 1 GiB on the CPU, a fraction of a GPU's memory."
+        default=None,
+        description="Bytes of the device's KV pool, all taken at the start; none: 1 GiB on the CPU, a fraction of a GPU's memory.",
     )
     free_gpu_memory_fraction: float = Field(
         default=0.9, gt=0.0, lt=1.0, description="Share of the GPU memory left free by the model that the pool takes."
