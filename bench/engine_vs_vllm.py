@@ -62,9 +62,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     floors: list[dict[str, float]] = []
     # Once before: a machine compiles the kernels of a version at its first start and keeps them, as vLLM's wheel has its own.
-    with _ours(arguments.model):
+    with _ours(arguments.model, arguments.pool_bytes):
         pass
-    with _ours(arguments.model) as ours, _vllm(arguments) as theirs, _rounded(arguments) as rounded:
+    with (
+        _ours(arguments.model, arguments.pool_bytes) as ours,
+        _vllm(arguments) as theirs,
+        _rounded(arguments) as rounded,
+    ):
         # At rest. Ours has taken its pool's pages by then; theirs are taken as taken, which favours it.
         memory = {one.name: _memory(one.pids()) - arguments.pool_bytes for one in (ours, theirs)}
         for seed, server in enumerate((ours, theirs)):
@@ -76,7 +80,8 @@ def main() -> None:
             _decode_alone(rounded, Prompts(arguments.model, seed=102))
         for turn in range(arguments.rounds):
             _wait_for_rest(servers)
-            floors.append(_floor(arguments.model))
+            with _stopped(servers):
+                floors.append(_floor(arguments.model))
             print(json.dumps({"figure": "floor", **floors[-1]}), flush=True)
             for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
                 _wait_for_rest(servers)
@@ -242,7 +247,7 @@ def _floor(model: Path) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _ours(model: Path, pool_bytes: int = 2048 * MIB, quantization: str = "none") -> Iterator[Server]:
+def _ours(model: Path, pool_bytes: int, quantization: str = "none") -> Iterator[Server]:
     began = time.perf_counter()
     settings = {"engine_device_cache_size": pool_bytes, "engine_quantization": quantization}
     with Stack.start(model, cached_host_cache_size=64 * MIB, **settings) as stack:
@@ -350,7 +355,8 @@ def _stopped(servers: Iterable[Server]) -> Iterator[None]:
     pids = [pid for server in servers for pid in server.pids()]
     try:
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         yield
     finally:
         for pid in reversed(pids):  # Children first: whoever watches them finds them alive.

@@ -152,8 +152,9 @@ class FusedModel:
             out.copy_(torch.index_select(self._embedding, 0, ids))
 
     def _arrays(self, rows: int) -> _Hidden:
-        """What goes from layer to layer, of any content. Those of small steps are kept: the next has as many rows, most
-        often, and making them costs as much as some of the layers do."""
+        """What goes from layer to layer, of any content. Those of small steps are kept, with the number of threads: the next
+        step has as many rows, most often, and making them costs as much as some of the layers do. (Made in torch's inference
+        mode, they are for that mode alone.)"""
         kept = self._kept.get(rows)
         if kept is not None:
             return kept
@@ -205,11 +206,13 @@ def _pack_layer(layer: Any, linear: LinearFactory, head_is_panels: bool) -> _Lay
     norms = None
     if hasattr(attention, "q_norm"):
         norms = (_owned(attention.q_norm.weight), _owned(attention.k_norm.weight))
+    qkv = linear([attention.q_proj, attention.k_proj, attention.v_proj])
     attention_out = linear([attention.o_proj])
     mlp_down = linear([mlp.down_proj], pieces_of(mlp.down_proj.in_features))
     held = None
     if (
         head_is_panels
+        and isinstance(qkv, PanelLinear)
         and isinstance(attention_out, PanelLinear)
         and isinstance(mlp_down, PanelLinear)
         and can_gate(mlp.gate_proj, mlp.up_proj, mlp_down.pieces)
@@ -221,7 +224,7 @@ def _pack_layer(layer: Any, linear: LinearFactory, head_is_panels: bool) -> _Lay
         gate_up = linear([mlp.gate_proj, mlp.up_proj])
     return _Layer(
         input_norm=_owned(layer.input_layernorm.weight),
-        qkv=linear([attention.q_proj, attention.k_proj, attention.v_proj]),
+        qkv=qkv,
         norms_on_heads=norms,
         attention_out=attention_out,
         mlp_norm=_owned(layer.post_attention_layernorm.weight),

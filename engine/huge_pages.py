@@ -28,8 +28,8 @@ def huge_pages(num_bytes: int) -> np.ndarray:
 
 
 def take_pages(memory: np.ndarray, progress: Callable[[float], None]) -> None:
-    """Zeros all of `memory` that was never written, so that its pages are there: nobody pays for them later, and the system
-    has not promised what it does not have. On a virtual machine whose host gives memory only when it is touched, that
+    """Writes a zero into every page of `memory`, to which nobody has written, so that they are there: nobody pays for them
+    later, and the system has not promised what it does not have. On a virtual machine whose host gives memory only when it is touched, that
     takes three seconds a gigabyte the first time. `progress` is told the share that is done."""
 
     def take(begin: int) -> None:
@@ -37,5 +37,5 @@ def take_pages(memory: np.ndarray, progress: Callable[[float], None]) -> None:
 
     begins = range(0, len(memory), _PIECE)
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
-        for done, _ in enumerate(threads.map(take, begins)):
+        for done, _ in enumerate(threads.map(take, begins), 1):
             progress(done / len(begins))

@@ -140,7 +140,7 @@ def warm_up(runner: ModelRunner, max_num_tokens: int) -> tuple[Rate, StepRates]:
     far = min(WARM_UP_FAR, room - num_tokens)
     kinds = [(0, num_tokens, 1), (num_tokens, 1, WARM_UP_DECODES)]
     if far >= num_tokens:
-        # What attention costs, and what reading for it does. Nobody has touched these blocks: the first time pays for that.
+        # What attention costs, and what reading for it does: the first time finds nothing in a cache.
         kinds += [(far, min(16, num_tokens), 2), (far, min(64, num_tokens), 1)]
     measured = []
     for start, length, times in kinds:

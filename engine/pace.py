@@ -235,9 +235,8 @@ def step_size(rates: StepRates, outlook: Outlook, decode_pace: float, most: int)
     if outlook.num_decodes and rates.is_unsure:
         return StepSize(min(most, outlook.num_decodes))
     if outlook.num_decodes and not outlook.left:
-        return StepSize(
-            min(most, outlook.num_decodes + LEAST_PREFILL)
-        )  # Should a prompt come before the step is planned.
+        # For a prompt that comes before the step is planned.
+        return StepSize(min(most, outlook.num_decodes + LEAST_PREFILL))
     chunk = _large_enough(rates, outlook, most)
     if outlook.num_decodes:
         are_young = outlook.num_young == outlook.num_decodes
@@ -249,10 +248,11 @@ def step_size(rates: StepRates, outlook: Outlook, decode_pace: float, most: int)
             chunk = max(chunk, LEAST_PREFILL, outlook.num_new)
             return StepSize(min(most, others.num_decodes + chunk), sits_out=True)
         chunk = _most_within(pause_s * (_YOUNG_PACE if are_young else 1), rates, outlook, chunk)
-    num_tokens = outlook.num_decodes + max(chunk, LEAST_PREFILL)
-    if outlook.left and chunk < outlook.left[0] and num_tokens >= _MANY:
-        num_tokens -= num_tokens % _PART_OF_TILE
-    return StepSize(min(most, num_tokens))
+    chunk = max(chunk, LEAST_PREFILL)
+    num_tokens = min(most, outlook.num_decodes + chunk)
+    if outlook.num_decodes and chunk < outlook.left[0] and num_tokens >= _MANY:
+        num_tokens = max(num_tokens - num_tokens % _PART_OF_TILE, min(num_tokens, outlook.num_decodes + LEAST_PREFILL))
+    return StepSize(num_tokens)
 
 
 def _without_new(outlook: Outlook) -> Outlook:
@@ -300,13 +300,9 @@ def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
     """
     fixed = rates.fixed_s / rates.prefill_s(outlook.prefill_start)
     # Nobody waits but one prompt: what a step costs anyhow may be believed too small, and its chunks with it.
-    enough = round(max(_LARGE_ENOUGH * fixed, _LEAST_ALONE))
-    if (
-        outlook.left and outlook.left[0] > enough
-    ):  # In chunks of one size: a short one at the end costs as much as others.
-        enough = -(-outlook.left[0] // round(outlook.left[0] / enough))
-        enough = -(-enough // _TILE) * _TILE
-    enough = min(most, enough)
+    enough = min(most, round(max(_LARGE_ENOUGH * fixed, _LEAST_ALONE)))
+    if outlook.left and outlook.left[0] > enough:
+        enough = _even(outlook.left[0], enough, most)
     count = min(len(outlook.left), _CROWD)
     if count < 2:
         return enough
@@ -316,3 +312,12 @@ def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:
         return _step_s(rates, outlook, chunk) * sum(-(-end // chunk) for end in ends)
 
     return min({min(end, enough) for end in ends}, key=mean_wait)
+
+
+def _even(left: int, enough: int, most: int) -> int:
+    """A chunk of about `enough` tokens such that all of a prompt are of one size: a short one at the end costs nearly as
+    much as the others."""
+    num_chunks = max(min(round(left / enough), left // _LEAST_ALONE), -(-left // most))
+    chunk = -(-left // num_chunks)
+    sizes = (-(-chunk // rows) * rows for rows in (_TILE, _PART_OF_TILE))
+    return next((size for size in sizes if size <= most), chunk)

@@ -43,8 +43,8 @@ def is_available() -> bool:
 
 
 def _tile(num_rows: int, is_scattered: bool, num_vectors: int = 2) -> Any:
-    """`out = rows × panel` for so many rows, or what else `use` says: `PUT`, `ADD` or `GATE`. All places are addresses, all distances bytes: between rows, between a
-    row's inputs, between the panel's inputs, between rows of `out`.
+    """`out = rows × panel` for so many rows, or what else `use` says. All places are addresses, all distances bytes: between
+    rows, between a row's inputs, between the panel's inputs, between rows of `out`. The largest asks for the panel at `ahead`.
 
     Of a scattered tile, rows and the panel's inputs lie anywhere: `rows` and `panel` are where their addresses stand, and
     `panel_bytes` is added to each of the panel's. With one vector, the second half of a panel is left out."""
@@ -107,9 +107,12 @@ class _Tile:
         sums = [[builder.phi(_VECTOR) for _ in self._vectors] for _ in range(self._num_rows)]
         added = self._input(sums, row_bases, builder.mul(at, input_bytes), self._panel_input(panel, panel_bytes, at))
         if self._num_rows == MOST_ROWS and not self._is_scattered:
-            line = builder.add(ahead, builder.mul(at, ir.Constant(_INT64, CACHE_LINE)))
-            _emit_prefetch(builder, line)
-            _emit_prefetch(builder, builder.add(line, builder.mul(inputs, ir.Constant(_INT64, CACHE_LINE))))
+            first = builder.add(ahead, builder.mul(at, ir.Constant(_INT64, CACHE_LINE)))
+            for part in range(
+                4 * PANEL // CACHE_LINE
+            ):  # One line of each part of the next panel for each input of this.
+                distance = builder.mul(inputs, ir.Constant(_INT64, part * CACHE_LINE))
+                _emit_prefetch(builder, builder.add(first, distance))
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
         for of_row, added_of_row in zip(sums, added, strict=True):
             for total, new in zip(of_row, added_of_row, strict=True):
@@ -236,7 +239,8 @@ def multiply_panel(
     use: Any,
     ahead: Any,
 ) -> None:
-    """All rows by one panel, the largest tiles first; see `_tile`. Everything is an int64."""
+    """All rows by one panel, the largest tiles first; see `_tile`. Everything is an int64. The first of the largest tiles
+    asks for the panel at `ahead`, so that whoever multiplies by that one next need not wait for memory."""
     while num_rows >= MOST_ROWS:
         _tile_most(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
         rows, out, num_rows = rows + MOST_ROWS * row_bytes, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
@@ -244,7 +248,6 @@ def multiply_panel(
     while num_rows >= 4:
         _tile_4(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
         rows, out, num_rows = rows + 4 * row_bytes, out + 4 * out_bytes, num_rows - 4
-        ahead = panel
     while num_rows >= 1:
         _tile_1(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
         rows, out, num_rows = rows + row_bytes, out + out_bytes, num_rows - 1

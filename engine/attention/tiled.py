@@ -343,8 +343,8 @@ def _attend_parts(
                 of_part, head = first_row + first_query // group, first_query % group
                 for q in range(count):
                     if seen_until[q] > first_key:
-                        place = kv_head * group + head
-                        _fold_in(out, weights, rows[of_part], place, sums[q], highest[q], total[q])
+                        of_all = kv_head * group + head
+                        _fold_in(out, weights, rows[of_part], of_all, sums[q], highest[q], total[q])
                     head += 1
                     if head == group:
                         of_part, head = of_part + 1, np.int64(0)

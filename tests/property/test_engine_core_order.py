@@ -151,3 +151,19 @@ def test_equal_requests_come_in_the_order_of_their_arrival() -> None:
     world.run()
 
     assert [sequence for _, sequence, _ in world.chunks] == asked
+
+
+def test_who_is_first_is_found_behind_all_that_have_left_meanwhile() -> None:
+    """Two that were cancelled stood before the third, and it was taken for nobody: its first chunk had 8 tokens."""
+    queue = WaitingQueue()
+    sequences = [sequence_of(arrival, 0) for arrival in range(1, 5)]
+    for each in sequences:
+        queue.push(each)
+    for each in sequences[:2]:
+        queue.remove(each)
+
+    assert queue.first(1) == sequences[2:3]
+    assert queue.first(5) == sequences[2:]
+    queue.remove(sequences[2])
+    queue.remove(sequences[3])
+    assert queue.first(1) == []
