@@ -103,13 +103,14 @@ class Planner:
 
     def _num_known(self, sequence: Sequence) -> int:
         """Tokens that a waiting sequence will not compute: they are there, or the one it waits for computes them."""
-        num_blocks = self._cache.num_cached(sequence)
         awaited = self._roster.waiting.parked_on(sequence)
-        if awaited is not None:
-            # One that has run before knows the hash of its last block as well, of which a token has to be computed.
-            hashes = sequence.block_hashes(0)[: self._cache.num_servable(sequence)]
-            while num_blocks < len(hashes) and hashes[num_blocks] in self._roster.producers:
-                num_blocks += 1
+        if awaited is None:
+            return self._cache.num_cached_tokens(sequence)
+        num_blocks = self._cache.num_cached(sequence)
+        # One that has run before knows the hash of its last block as well, of which a token has to be computed.
+        hashes = sequence.block_hashes(0)[: self._cache.num_servable(sequence)]
+        while num_blocks < len(hashes) and hashes[num_blocks] in self._roster.producers:
+            num_blocks += 1
         return num_blocks * self._settings.tokens_per_block
 
     def is_awaited(self, walk: Walk) -> bool:

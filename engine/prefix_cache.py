@@ -55,21 +55,33 @@ class PrefixCache:
         hashes = sequence.block_hashes(count)
         return bisect_left(range(count), True, key=lambda place: not self._pool.tree.knows(hashes[place]))
 
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """How many tokens an admission now would find: full blocks, and what continues them by part of a block."""
+        num_blocks = self.num_cached(sequence)
+        node: int | None = root_of(sequence.namespace_index)
+        if num_blocks:
+            node = self._pool.tree.block_of(sequence.block_hashes(num_blocks)[num_blocks - 1])
+        partial = self._continuing(sequence, node, num_blocks) if node is not None else None
+        return num_blocks * self._settings.tokens_per_block + (partial.num_tokens if partial is not None else 0)
+
     def num_servable(self, sequence: Sequence) -> int:
         """Full blocks that may come from a cache: one token has to be computed."""
         return (sequence.num_tokens - 1) // self._settings.tokens_per_block
 
     def partial_child(self, sequence: Sequence, walk: Walk) -> SharedRun | None:
         """The child that continues a walk by part of a block (kv-semantics 3.4, 3.5)."""
+        return self._continuing(sequence, walk.node, len(walk.blocks))
+
+    def _continuing(self, sequence: Sequence, node: int, num_blocks: int) -> SharedRun | None:
         if not self._settings.enable_block_reuse or not self._settings.enable_partial_reuse:
             return None
         size = self._settings.tokens_per_block
-        start = len(walk.blocks) * size
+        start = num_blocks * size
         end = min(start + size, sequence.num_tokens - 1)
         if end <= start:
             return None
         usable = self._pool.is_written if self._settings.copy_on_partial_reuse else self._pool.is_idle_leaf
-        return self._pool.tree.longest_child(walk.node, sequence.tokens_key(start, end), usable)
+        return self._pool.tree.longest_child(node, sequence.tokens_key(start, end), usable)
 
     def take(
         self,

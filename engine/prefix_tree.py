@@ -111,6 +111,10 @@ class PrefixTree:
             node = block
         return found
 
+    def block_of(self, block_hash: BlockHash) -> int | None:
+        """The indexed block of this hash, whatever its parent and tokens."""
+        return self._by_hash.get(block_hash)
+
     def knows(self, block_hash: BlockHash) -> bool:
         """Whether a block of this hash is indexed, whatever its parent and tokens."""
         return block_hash in self._by_hash

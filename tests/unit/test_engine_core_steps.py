@@ -163,3 +163,19 @@ def steps_until(world: World, holds: Callable[[], bool]) -> int:
             return count
         world.step()
     raise AssertionError(f"never in 1000 steps: {world.core.statistics()}")
+
+
+def test_what_a_waiting_prompt_has_left_does_not_count_the_part_of_a_block_that_will_be_copied() -> None:
+    """Of sixteen requests behind a prefix that ends within a block, each was taken for eight tokens longer than it was: a step
+    for two of them held two and most of a third."""
+    world = World(settings(4, 16))
+    world.submit(range(10), max_tokens=1)
+    world.run()
+    waiting = world.submit([*range(10), 50, 51, 52])
+
+    left = world.core.outlook(world.now).left
+    plan = world.start_step()
+
+    assert plan is not None
+    assert [(chunk.sequence_id, len(chunk.tokens)) for chunk in plan.chunks] == [(waiting, 3)]
+    assert left == [3]
