@@ -1,8 +1,8 @@
 """Is the embedded engine as quick as vLLM's CPU build on the same machine, model and precision?
 
-Both servers are up at once and take every figure in turn, so that whatever else the machine does meets both. Whoever is not
-measured is stopped (SIGSTOP): vLLM's idle engine wakes 1,300 times a second. vLLM is started from an environment of its own (`--vllm-python`), tuned as its documentation
-says for this many cores. One JSON line per figure; the last line sums up.
+Both servers are up at once and take every figure in turn, so that whatever else the machine does meets both. Whoever is
+not measured is stopped (SIGSTOP): vLLM's idle engine wakes 1,300 times a second. vLLM is started from an environment of its
+own (`--vllm-python`), tuned as its documentation says for this many cores. One JSON line per figure; the last line sums up.
 
 Prediction: prefill is bound by products (2 FLOP a parameter outside the embeddings and token), a decode step by reading
 every weight once; `floor` measures both rates on this machine in each round, and figures say what share was reached.

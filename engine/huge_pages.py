@@ -29,8 +29,8 @@ def huge_pages(num_bytes: int) -> np.ndarray:
 
 def take_pages(memory: np.ndarray, progress: Callable[[float], None]) -> None:
     """Writes a zero into every page of `memory`, to which nobody has written, so that they are there: nobody pays for them
-    later, and the system has not promised what it does not have. On a virtual machine whose host gives memory only when it is touched, that
-    takes three seconds a gigabyte the first time. `progress` is told the share that is done."""
+    later, and the system has not promised what it does not have. On a virtual machine whose host gives memory only when it
+    is touched, that takes up to three seconds a gigabyte the first time. `progress` is told the share that is done."""
 
     def take(begin: int) -> None:
         memory[begin : begin + _PIECE : mmap.PAGESIZE] = 0

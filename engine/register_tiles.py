@@ -108,9 +108,8 @@ class _Tile:
         added = self._input(sums, row_bases, builder.mul(at, input_bytes), self._panel_input(panel, panel_bytes, at))
         if self._num_rows == MOST_ROWS and not self._is_scattered:
             first = builder.add(ahead, builder.mul(at, ir.Constant(_INT64, CACHE_LINE)))
-            for part in range(
-                4 * PANEL // CACHE_LINE
-            ):  # One line of each part of the next panel for each input of this.
+            # One line of each part of the next panel for each input of this.
+            for part in range(4 * PANEL // CACHE_LINE):
                 distance = builder.mul(inputs, ir.Constant(_INT64, part * CACHE_LINE))
                 _emit_prefetch(builder, builder.add(first, distance))
         zero = ir.Constant(_VECTOR, [0.0] * LANES)

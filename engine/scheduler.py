@@ -83,13 +83,12 @@ class WaitingQueue:
         """At most so many that are ready or parked, about in the order of their turns: preempted ones, then by owner."""
         found: dict[Sequence, None] = {}
         if count > 0:
-            # What has left may still stand in a lane, until it is swept.
-            lanes = (self._front, *(self._lanes[owner] for owner in self._rotation)) if self._ready else ()
+            lanes = (self._front, *(self._lanes[owner] for owner in self._rotation))
             for entry in chain.from_iterable(lanes):
-                if entry[2] in self._ready:
+                if len(found) == min(count, len(self._ready)):
+                    break
+                if entry[2] in self._ready:  # What has left may still stand in a lane.
                     found[entry[2]] = None
-                    if len(found) == min(count, len(self._ready)):
-                        break
             found.update(dict.fromkeys(islice(self._parked_on, count)))
         return list(islice(found, count))
 

@@ -5,7 +5,8 @@ heads that read this KV head. Keys are taken from the pool where they lie, some 
 panel for each key, so that maximum, exponential and sum run over queries and need no shuffling; then the values, weighed.
 Nothing is gathered, no mask is made, and what lies behind a panel's last row is never looked at.
 
-What a task covers is decided once a step by `plan_parts`, which cuts a panel's keys where a thread's share ends; indices are checked in `engine/batch.py`.
+What a task covers is decided once a step by `plan_parts`, which cuts a panel's keys where a thread's share ends; indices are
+checked in `engine/batch.py`.
 """
 
 from __future__ import annotations
