@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import engine.environment  # noqa: F401  isort: skip
 
-import re
-from pathlib import Path
+import ctypes
+import mmap
 
 import numpy as np
 import pytest
@@ -58,16 +58,25 @@ def test_the_pool_takes_its_pages() -> None:
     kv.take_pages(lambda share: None)
 
     pool = kv.pool.view(torch.uint8).numpy().reshape(-1)
-    assert _resident_bytes(pool) >= pool.nbytes // 4096 * 4096
+    assert _resident_bytes(pool) >= pool.nbytes
 
 
 def _resident_bytes(memory: np.ndarray) -> int:
-    """Of the mapping in which it begins."""
-    of_mapping = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if bounds is not None:
-            of_mapping = int(bounds[1], 16) <= memory.ctypes.data < int(bounds[2], 16)
-        elif of_mapping and line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no such mapping")
+    """Of these very pages, as mincore(2) says. What /proc/self/smaps says of a mapping is not it: the system joins
+    neighbouring mappings, so an array somebody else still held was counted."""
+    first = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    num_pages = -(-(memory.ctypes.data + memory.nbytes - first) // mmap.PAGESIZE)
+    pages = np.empty(num_pages, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(num_pages * mmap.PAGESIZE), ctypes.c_void_p(pages.ctypes.data)):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+def test_a_neighbour_that_somebody_holds_is_not_counted() -> None:
+    """The system joins mappings that lie side by side: what was there of the one was taken for the other's."""
+    neighbours = [huge_pages(8 * MIB) for _ in range(8)]
+    for neighbour in neighbours[::2]:
+        neighbour[:] = 1
+
+    assert [_resident_bytes(memory) for memory in neighbours] == [8 * MIB, 0] * 4
