@@ -68,7 +68,9 @@ def _resident_bytes(memory: np.ndarray) -> int:
     num_pages = -(-(memory.ctypes.data + memory.nbytes - first) // mmap.PAGESIZE)
     pages = np.empty(num_pages, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(num_pages * mmap.PAGESIZE), ctypes.c_void_p(pages.ctypes.data)):
+    if libc.mincore(
+        ctypes.c_void_p(first), ctypes.c_size_t(num_pages * mmap.PAGESIZE), ctypes.c_void_p(pages.ctypes.data)
+    ):
         raise OSError(ctypes.get_errno(), "mincore")
     return int((pages & 1).sum()) * mmap.PAGESIZE
 
