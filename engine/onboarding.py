@@ -58,14 +58,24 @@ class Onboarding:
 
     def look_up(self, sequence: Sequence, walk: Walk) -> None:
         """Ask; the sequence waits for the answer."""
-        start = len(walk.blocks)
+        self._ask(sequence, len(walk.blocks))
+        self._roster.waiting.hold(sequence)
+
+    def look_ahead(self, sequence: Sequence, start: int) -> None:
+        """Ask about what follows the blocks that a parked sequence waits for, unless it has asked before: whoever is told
+        that they are made would otherwise begin to wait for the tier."""
+        is_worth_asking = start < self._roster.cache.num_servable(sequence) and self._offloader.is_on
+        if is_worth_asking and sequence.tier_run is None and sequence.num_lookups < _MAX_LOOKUPS:
+            self._ask(sequence, start)
+
+    def _ask(self, sequence: Sequence, start: int) -> None:
         count = self._roster.cache.num_servable(sequence)
         sequence.num_lookups += 1
         sequence.tier_run = (start, 0)
+        sequence.is_asking = True
         ticket = self._outbox.next_ticket()
         self._lookups[ticket] = sequence
         self._tally.lookups += 1
-        self._roster.waiting.hold(sequence)
         self._outbox.send(Lookup(ticket, tuple(sequence.block_hashes(count)[start:count])))
 
     def looked_up(self, ticket: int, num_blocks: int) -> None:
@@ -73,9 +83,11 @@ class Onboarding:
         sequence = self._lookups.pop(ticket, None)
         if sequence is None or sequence not in self._roster.waiting:
             return
+        sequence.is_asking = False
         start = sequence.tier_run[0] if sequence.tier_run else 0
         sequence.tier_run = (start, num_blocks)
-        self._roster.waiting.push(sequence)
+        if self._roster.waiting.parked_on(sequence) is None:
+            self._roster.waiting.push(sequence)
 
     def num_to_load(self, sequence: Sequence, walk: Walk) -> int:
         """Full blocks with which the tier continues the walk."""

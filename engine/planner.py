@@ -203,7 +203,11 @@ class Planner:
         if self.is_awaited(walk):
             hashes, count = sequence.block_hashes(0), self._cache.num_servable(sequence)
             last = self._roster.producers.last_awaited(hashes, len(walk.blocks), count)
-            self._roster.waiting.park(sequence, last)
+            self._roster.waiting.park(sequence, hashes[last])
+            self._onboarding.look_ahead(sequence, last + 1)
+            return True
+        if sequence.is_asking:
+            self._roster.waiting.hold(sequence)
             return True
         if self._onboarding.wants_lookup(sequence, walk):
             self._onboarding.look_up(sequence, walk)

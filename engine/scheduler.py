@@ -252,12 +252,12 @@ class Producers:
             del self._by_hash[block_hash]
         return left
 
-    def last_awaited(self, hashes: list[BlockHash], start: int, end: int) -> BlockHash:
-        """The last block of the run from `start` that is being made: to wait for that one is to wait for all."""
+    def last_awaited(self, hashes: list[BlockHash], start: int, end: int) -> int:
+        """The place of the last block of the run from `start` that is being made: to wait for that one is to wait for all."""
         place = start
         while place + 1 < end and hashes[place + 1] in self._by_hash:
             place += 1
-        return hashes[place]
+        return place
 
     def check_invariants(self) -> None:
         for sequence, hashes in self._hashes.items():

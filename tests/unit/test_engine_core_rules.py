@@ -95,30 +95,6 @@ def test_rule_2_5_drop_takes_the_descendants_along() -> None:
     assert sum(len(event.block_hashes) for event in world.events if isinstance(event, Removed)) == 3
 
 
-def test_rule_2_6_a_release_touches_what_the_tier_holds() -> None:
-    world = World(settings(4, 8, tier_enabled=True), tier_blocks=8)
-    world.ask(range(9))
-    assert len(world.tier) == 2
-    assert world.touches == []
-
-    world.ask(range(9), retention=at(90, 7.0))
-
-    (touch,) = world.touches
-    assert [(each.priority, each.deadline) for each in touch.items] == [(90, world.now + 7.0)] * 2
-    assert world.core.statistics().offers == 1
-
-
-def test_rule_2_6_priority_and_deadline_come_back_with_a_load() -> None:
-    world = World(settings(4, 2, tier_enabled=True), tier_blocks=8)
-    world.ask(range(5), retention=at(60, 100.0))
-    world.ask(range(100, 107), retention=at(0))
-
-    world.ask(range(5))
-
-    assert world.core._pool.indexed_by_priority[60] == 1
-    assert world.core.next_deadline() == 1000.0 + 100.0
-
-
 def test_rule_3_2_a_chunk_publishes_its_full_blocks_and_nobody_waits_for_the_rest() -> None:
     world = World(settings(4, 16, max_num_tokens=8))
     producer = world.submit(range(50))
@@ -169,45 +145,6 @@ def test_rule_3_3_a_failed_producer_hands_over_and_its_readers_compute_again() -
     assert world.lives[second].first.device_tokens == 0
     assert world.lives[third].first is not None
     assert world.lives[third].first.device_tokens == 24
-
-
-def test_rule_3_3_a_waiter_of_a_load_waits_for_it_and_holds_nothing() -> None:
-    world = World(settings(4, 16, tier_enabled=True), tier_blocks=16)
-    world.ask(range(17))
-    world.ask(range(100, 164), retention=at(0))
-    one, other = world.submit(range(17)), world.submit(range(17))
-    while world.lookups:
-        world.answer_lookup(0)
-    world.step()
-    assert len(world.loads) == 1
-    used = world.core.statistics().blocks_used
-
-    world.run()
-
-    assert used == 5
-    assert (world.computed[one], world.computed[other]) == (1, 1)
-    assert world.core.statistics().loads == 1
-
-
-def test_rule_3_3_a_running_sequence_takes_what_a_shorter_one_computes_before_it() -> None:
-    """Found by a random life: a load fails, and a prompt that ends in the very block (3.1) is scheduled first."""
-    world = World(settings(4, 12, max_num_tokens=24, tier_enabled=True), tier_blocks=10)
-    world.ask(range(9))
-    world.ask(range(100, 148), retention=at(0))
-    world.answer_tier()
-    longer = world.submit(range(10))
-    world.answer_lookup(0)
-    assert world.step() is None
-    shorter = world.submit(range(4))
-    world.answer_load(0, at_most=0)
-
-    world.run()
-
-    assert world.computed[shorter] == 4
-    assert world.computed[longer] == 6
-    first = world.lives[longer].first
-    assert first is not None
-    assert (first.device_tokens, first.host_tokens, first.computed_tokens) == (4, 0, 6)
 
 
 def test_rule_3_5_a_copy_leaves_its_source_as_it_was() -> None:
@@ -304,100 +241,6 @@ def test_rule_4_3_an_owner_above_its_share_gives_first() -> None:
     world.ask(range(50, 58), owner=quiet, salt="q", retention=at(0))
 
     assert world.pos(range(16), owner=quiet, salt="q") == 15
-
-
-def test_rule_5_1_a_block_below_the_threshold_is_not_offered() -> None:
-    for priority, expected in ((34, 0), (35, 2)):
-        world = World(settings(4, 8, tier_enabled=True), tier_blocks=8)
-
-        world.ask(range(9), retention=at(priority))
-
-        assert world.core.statistics().blocks_offered == expected
-
-
-def test_rule_5_2_a_block_that_is_being_copied_is_not_evicted() -> None:
-    world = World(settings(4, 3, tier_enabled=True), tier_blocks=8)
-    world.submit(range(12))
-    while world.lookups:
-        world.answer_lookup(0)
-    world.step()
-    assert len(world.offers) == 1
-    world.submit(range(50, 58))
-    while world.lookups:
-        world.answer_lookup(0)
-
-    assert world.step() is None
-    world.answer_offer(0)
-
-    assert world.step() is not None
-
-
-def test_rule_5_2_on_evict_a_victim_is_copied_before_its_place_is_used() -> None:
-    world = World(settings(4, 3, tier_enabled=True, offload_policy="on_evict"), tier_blocks=8)
-    world.ask(range(12))
-    assert world.tier == {}
-
-    world.ask(range(50, 58))
-
-    assert len(world.tier) >= 2
-    first = world.ask(range(12)).first
-    assert first is not None
-    assert first.device_tokens + first.host_tokens >= 8
-
-
-def test_rule_5_6_without_onboarding_the_tier_is_left_alone() -> None:
-    world = World(settings(4, 2, tier_enabled=True, onboard_blocks=False), tier_blocks=8)
-    world.ask(range(5))
-    world.ask(range(50, 57))
-
-    assert world.pos(range(5)) == 0
-    statistics = world.core.statistics()
-    assert (statistics.lookups, statistics.offers, statistics.loads) == (0, 0, 0)
-
-
-def test_a_load_that_is_lost_is_computed_and_counted() -> None:
-    world = World(settings(4, 4, tier_enabled=True), tier_blocks=8)
-    world.ask(range(13))
-    world.ask(range(50, 66), retention=at(0))
-    sequence = world.submit(range(13))
-    world.answer_lookup(0)
-    world.step()
-    world.answer_load(0, at_most=1)
-
-    world.run()
-
-    first = world.lives[sequence].first
-    assert first is not None
-    assert (first.host_tokens, first.computed_tokens) == (4, 9)
-
-
-def test_a_cancelled_load_keeps_its_blocks_until_the_last_byte() -> None:
-    world = World(settings(4, 4, tier_enabled=True), tier_blocks=8)
-    world.ask(range(13))
-    world.ask(range(50, 66), retention=at(0))
-    sequence = world.submit(range(13))
-    world.answer_lookup(0)
-    world.step()
-
-    world.cancel(sequence)
-
-    assert world.core.statistics().blocks_used == 4
-    world.answer_load(0)
-    assert world.core.statistics().blocks_used == 0
-    assert not world.core.has_work()
-
-
-def test_a_tier_that_vanishes_answers_with_nothing_and_work_goes_on() -> None:
-    world = World(settings(4, 4, tier_enabled=True), tier_blocks=8)
-    sequence = world.submit(range(13))
-    lookup = world.lookups.pop()
-    world.core.set_tier_ready(False, world.now)
-    world.core.looked_up(lookup.ticket, 0, world.now)
-
-    world.run()
-
-    assert world.lives[sequence].finish == "length"
-    assert world.core.statistics().offers == 0
 
 
 def test_the_youngest_is_preempted_and_comes_back_with_the_same_tokens() -> None:
@@ -562,70 +405,3 @@ def test_replaying_the_events_gives_the_index() -> None:
         for block in pool.tree.indexed()
         if pool.tree.hash_of(block) is not None
     }
-
-
-def test_a_load_never_stands_on_what_the_step_has_yet_to_write() -> None:
-    world = World(settings(4, 6, tier_enabled=True), tier_blocks=16)
-    world.ask(range(17))
-    world.ask(range(100, 124), retention=at(0))
-    first = world.submit([*range(4), 90, 91])
-    second = world.submit(range(17))
-    world.tier, held = {}, world.tier
-    world.answer_lookup(0)
-    world.tier = held
-    world.answer_lookup(0)
-
-    plan = world.start_step()
-
-    assert plan is not None
-    assert [chunk.sequence_id for chunk in plan.chunks] == [first]
-    assert world.loads == []
-    world.finish_step()
-    world.step()
-    assert [len(load.blocks) for load in world.loads] == [3]
-    world.run()
-    assert world.computed[second] == 1
-
-
-def test_what_was_lost_from_the_device_meanwhile_is_looked_up_again() -> None:
-    world = World(settings(4, 6, tier_enabled=True), tier_blocks=16)
-    world.ask(range(9))
-    waiting = world.submit(range(17))
-    assert [len(lookup.hashes) for lookup in world.lookups] == [2]
-    ahead = world.submit(range(100, 124), retention=at(0))
-    world.answer_lookup(1)
-    world.step()
-    assert world.lives[ahead].finish == "length"
-
-    world.answer_lookup(0)
-    world.step()
-
-    assert [len(lookup.hashes) for lookup in world.lookups] == [4]
-    world.run()
-    first = world.lives[waiting].first
-    assert first is not None
-    assert (first.host_tokens, first.computed_tokens) == (8, 9)
-
-
-def test_offers_under_way_are_bounded_and_what_is_dropped_is_counted() -> None:
-    world = World(settings(4, 40, tier_enabled=True, max_num_tokens=200), tier_blocks=100)
-
-    world.submit(range(120))
-    while world.lookups:
-        world.answer_lookup(0)
-    world.step()
-
-    statistics = world.core.statistics()
-    assert (statistics.blocks_offering, statistics.offers_dropped) == (20, 10)
-
-
-def test_a_tier_that_comes_back_is_offered_everything_again() -> None:
-    world = World(settings(4, 8, tier_enabled=True), tier_blocks=8)
-    world.ask(range(9))
-    world.core.set_tier_ready(False, world.now)
-    world.now += 1
-    world.core.set_tier_ready(True, world.now)
-
-    world.ask(range(9))
-
-    assert world.core.statistics().blocks_offered == 4
