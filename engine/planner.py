@@ -153,17 +153,26 @@ class Planner:
 
     def _schedule_share(self, prefills: list[Sequence], step: _Step, now: float) -> None:
         """The part of those who are not the oldest, going round between their owners from step to step, so that many prompts
-        of one do not outweigh one of another; the next one waiting counts as an owner. What they leave is the oldest's."""
+        of one do not outweigh one of another; the next one waiting counts as an owner. What they leave is the oldest's.
+
+        Where nobody else is there, and the oldest needs no more than its part, all go in their order: a burst of short
+        prompts would be cut in pieces, each of which costs as much again."""
         share = step.budget // SHARE_OF_OTHERS
         if not share or not prefills:
             return
         rest = step.budget - share
+        if prefills[0].num_tokens - prefills[0].num_computed <= rest and self._are_of_one_owner(prefills):
+            return
         for sequence in _round(prefills[1:], step.step_id):
             room = step.budget - rest
             if sequence is None:
                 self._admit(step, now, room)
             else:
                 self._schedule(sequence, step, room)
+
+    def _are_of_one_owner(self, prefills: list[Sequence]) -> bool:
+        owners = {each.owner_index for each in prefills} | self._roster.waiting.ready_owners()
+        return len(owners) == 1
 
     def _schedule(self, sequence: Sequence, step: _Step, room: int) -> None:
         """A chunk of at most `room` tokens, unless it has one in this step."""

@@ -84,13 +84,18 @@ class WaitingQueue:
         found: dict[Sequence, None] = {}
         if count > 0:
             lanes = (self._front, *(self._lanes[owner] for owner in self._rotation))
-            for entry in chain.from_iterable(lanes):
+            # A lane is a heap, of which only the beginning is in order; that of one with few entries is put in order here.
+            for entry in chain.from_iterable(chain(sorted(lane[: 2 * count]), lane[2 * count :]) for lane in lanes):
                 if len(found) == min(count, len(self._ready)):
                     break
                 if entry[2] in self._ready:  # What has left may still stand in a lane.
                     found[entry[2]] = None
             found.update(dict.fromkeys(islice(self._parked_on, count)))
         return list(islice(found, count))
+
+    def ready_owners(self) -> set[int]:
+        """Owners of which one is ready, and maybe others of which one has been; preempted ones count like all others."""
+        return {entry[2].owner_index for entry in self._front} | set(self._rotation)
 
     def parked_on(self, sequence: Sequence) -> BlockHash | None:
         """The block that a parked sequence waits for; None of any other."""

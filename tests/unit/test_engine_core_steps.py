@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from cached.keys import OwnerId
 from engine.pace import YOUNG_TOKENS
 from tests.support.engine_world import World, settings
@@ -48,6 +50,33 @@ def test_an_owner_with_a_hundred_long_prompts_does_not_keep_another_waiting() ->
     assert (
         steps <= 4
     )  # One quarter of a step is shared by those who are not the oldest, the next one waiting among them.
+
+
+@pytest.mark.parametrize("num_owners", [1, 2])
+def test_a_burst_of_one_owner_is_cut_once_a_step_and_the_share_of_others_is_for_others(num_owners: int) -> None:
+    """The quarter for those whose turn it is not went to a piece of a prompt that would have been next in any case."""
+    world = World(settings(4, 256, max_num_tokens=16))
+    for number in range(12):
+        owner = OwnerId(bytes([number % num_owners]) * 16)
+        world.submit([number, *range(20, 25)], 1, owner=owner, salt=str(number))
+    pieces = []
+    while plan := world.start_step():
+        pieces.append(sum(chunk.sample is None for chunk in plan.chunks))
+        world.finish_step()
+
+    assert (max(pieces) == 1) == (num_owners == 1)
+
+
+def test_a_crowd_is_looked_at_in_the_order_of_its_turns() -> None:
+    """A heap is in order at its beginning only: steps were as large as prompts that came later, and cut the one between."""
+    world = World(settings(4, 256, max_num_tokens=1))
+    lengths = [9, 8, 7, 6, 5, 4, 3, 2, 6, 4, 8]
+    for number, length in enumerate(lengths):
+        world.submit(range(10 * number, 10 * number + length), 1)
+    for _ in lengths[:2]:
+        world.step()
+
+    assert world.core.outlook(world.now).left == [7, *lengths[1:]]
 
 
 def test_of_the_places_that_become_free_in_a_full_batch_every_other_goes_to_the_owner_that_waits() -> None:
