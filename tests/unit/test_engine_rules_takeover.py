@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from cached.keys import OwnerId
 from engine.events import Stored
 from tests.support.engine_world import World, at, expected_output, settings
 
@@ -105,7 +106,7 @@ def test_rule_3_3_one_that_computes_the_block_anyway_becomes_its_producer(rest: 
     producer = world.submit([*HEAD, *rest])
     world.step()
     world.step()
-    ends_there = world.submit(HEAD)
+    ends_there = world.submit(HEAD, owner=OwnerId(b"2" * 16))  # Of the share of others, and so the first in its step.
     world.start_step()
     world.finish_step(fail=(producer,))
     waiter = world.submit([*HEAD, 50])
