@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 
 from engine import layer_kernels as parts
 from engine.layer_kernels import PARALLEL_ROWS
@@ -35,12 +36,13 @@ def _between_attentions(
 ) -> None:
     """The output projection, the MLP, and the first product of what comes next, of all rows: into `following`. All else
     is scratch, but `residual`, which goes on."""
-    multiply(attended, attention_out[0], attention_out[1], attention_out[2], residual, ADD, num_threads)
+    # For a number that it knows, numba would compile a product of its own.
+    multiply(attended, attention_out[0], attention_out[1], attention_out[2], residual, np.int64(ADD), num_threads)
     _normalise(residual[0], mlp_norm, epsilon, normed[0])
-    multiply(normed, gate_up[0], gate_up[1], gate_up[2], gated, GATE, num_threads)
-    multiply(gated, mlp_down[0], mlp_down[1], mlp_down[2], residual, ADD, num_threads)
+    multiply(normed, gate_up[0], gate_up[1], gate_up[2], gated, np.int64(GATE), num_threads)
+    multiply(gated, mlp_down[0], mlp_down[1], mlp_down[2], residual, np.int64(ADD), num_threads)
     _normalise(residual[0], next_norm, epsilon, normed[0])
-    multiply(normed, next_product[0], next_product[1], next_product[2], following, PUT, num_threads)
+    multiply(normed, next_product[0], next_product[1], next_product[2], following, np.int64(PUT), num_threads)
 
 
 between_attentions: Any = _between_attentions  # mypy takes a kernel for a function of one argument.
