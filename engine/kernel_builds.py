@@ -157,12 +157,13 @@ def build_block(head_dim: int, group: int) -> None:
     """What lies between two attentions, of whatever width."""
     import numpy as np
 
+    from engine.narrow_weights import WIDE
     from engine.panel_block import between_attentions
     from engine.register_tiles import PANEL
 
-    rows, panels = np.zeros((1, 1, PANEL), np.float32), np.zeros((1, PANEL, PANEL), np.float32)
+    rows, panels = np.zeros((1, 1, PANEL), np.float32), np.zeros((1, PANEL * PANEL * WIDE), np.uint8)
     held, norm = (panels, np.empty(0, np.float32), 1), np.ones(PANEL, np.float32)
-    pairs = (np.zeros((2, PANEL, PANEL), np.float32), *held[1:])
+    pairs = (np.zeros((2, PANEL * PANEL * WIDE), np.uint8), *held[1:])
     arrays = [rows.copy() for _ in range(5)]
     between_attentions(*arrays, held, pairs, held, held, norm, norm, np.float32(1e-5), 1)
 

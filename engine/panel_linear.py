@@ -11,7 +11,7 @@ is served by transformers' layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numba
@@ -20,8 +20,9 @@ import torch
 
 from engine.huge_pages import huge_pages
 from engine.linears import joined_bias
+from engine.narrow_weights import bytes_behind, fewest_bytes, narrowed
 from engine.panel_products import multiply
-from engine.register_tiles import LANES, MOST_ROWS, PANEL, PUT
+from engine.register_tiles import CACHE_LINE, LANES, MOST_ROWS, PANEL, PUT
 
 # What a block of rows may take of a core's second cache; the panel that passes by takes some 100 KB.
 _BLOCK_BYTES: Final = 512 * 1024
@@ -36,34 +37,34 @@ class WeightMemory:
     instead of 32, and a decode reads all weights once."""
 
     def __init__(self) -> None:
-        self._free: np.ndarray = np.empty(0, np.float32)
+        self._free: np.ndarray = np.empty(0, np.uint8)
 
     def array(self, *shape: int) -> np.ndarray:
-        """Zeros, on a cache line's boundary."""
-        count = -(-int(np.prod(shape)) // 16) * 16
-        if len(self._free) < count:
-            self._free = huge_pages(max(4 * count, _CHUNK_BYTES)).view(np.float32)
-        found, self._free = self._free[:count], self._free[count:]
-        return found[: int(np.prod(shape))].reshape(shape)
+        """Zeros (uint8), on a cache line's boundary, and behind them as many as may be read."""
+        num_bytes = int(np.prod(shape))
+        taken = -(-(num_bytes + bytes_behind(LANES)) // CACHE_LINE) * CACHE_LINE
+        if len(self._free) < taken:
+            self._free = huge_pages(max(taken, _CHUNK_BYTES))
+        found, self._free = self._free[:num_bytes], self._free[taken:]
+        return found.reshape(shape)
 
 
 class PanelLinear:
     """Several linear layers of one input as one; their outputs lie one after another.
 
     With more than one of `pieces`, the input is `[piece, row, input of a piece]` instead of `[row, input]`, and sums are
-    rounded piece by piece.
+    rounded piece by piece. A weight takes as many bytes as all of them need (`engine/narrow_weights.py`).
     """
 
     def __init__(self, memory: WeightMemory, linears: Sequence[torch.nn.Linear], pieces: int = 1) -> None:
         self.num_inputs = linears[0].in_features
         self.num_outputs = sum(linear.out_features for linear in linears)
         self.pieces = pieces
-        num_panels = -(-self.num_outputs // PANEL)
-        panels = memory.array(num_panels, self.num_inputs, PANEL)
-        begin = 0
-        for linear in linears:
-            _put(linear.weight.detach().numpy(), begin, panels)
-            begin += linear.out_features
+        weights = [linear.weight.detach().numpy() for linear in linears]
+        width = max(map(fewest_bytes, weights))
+        panels = memory.array(-(-self.num_outputs // PANEL), self.num_inputs * PANEL * width)
+        for panel, wide in zip(panels, _panels(weights, self.num_inputs), strict=True):
+            panel[:] = narrowed(wide, width)
         bias: np.ndarray = np.empty(0, np.float32)
         if any(linear.bias is not None for linear in linears):
             bias = joined_bias(linears)
@@ -94,11 +95,19 @@ def paired(gate: torch.nn.Linear, up: torch.nn.Linear) -> torch.nn.Linear:
     return both
 
 
-def _put(weight: np.ndarray, begin: int, panels: np.ndarray) -> None:
-    """Writes the outputs from `begin` on; `[output, input]`."""
-    done = 0
-    while done < len(weight):
-        panel, lane = divmod(begin + done, PANEL)
-        count = min(len(weight) - done, PANEL - lane)
-        panels[panel, :, lane : lane + count] = weight[done : done + count].T
-        done += count
+def _panels(weights: Sequence[np.ndarray], num_inputs: int) -> Iterator[np.ndarray]:
+    """`[output, input]`, of outputs one after another, panel by panel: `[input, output of the panel]`. What one gives is
+    good until the next."""
+    panel, filled = np.zeros((num_inputs, PANEL), np.float32), 0
+    for weight in weights:
+        done = 0
+        while done < len(weight):
+            count = min(len(weight) - done, PANEL - filled)
+            panel[:, filled : filled + count] = weight[done : done + count].T
+            done, filled = done + count, filled + count
+            if filled == PANEL:
+                yield panel
+                filled = 0
+    if filled:
+        panel[:, filled:] = 0
+        yield panel

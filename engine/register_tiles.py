@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from engine.narrow_weights import WIDE, emit_widened
 from engine.vector_exp import emit_exp
 
 _FEATURES: Final = llvmlite.binding.get_host_cpu_features()
@@ -42,9 +43,10 @@ def is_available() -> bool:
     return _HAS_AVX512 or bool(_FEATURES.get("avx2") and _FEATURES.get("fma"))
 
 
-def _tile(num_rows: int, is_scattered: bool, num_vectors: int = 2) -> Any:
+def _tile(num_rows: int, is_scattered: bool = False, num_vectors: int = 2, width: int = WIDE) -> Any:
     """`out = rows × panel` for so many rows, or what else `use` says. All places are addresses, all distances bytes: between
-    rows, between a row's inputs, between the panel's inputs, between rows of `out`. The largest asks for the panel at `ahead`.
+    rows, between a row's inputs, between the panel's inputs, between rows of `out`. The largest asks for the panel at `ahead`,
+    and of one whose weights take `width` bytes, and not four, it leaves what they are in four at `widened`.
 
     Of a scattered tile, rows and the panel's inputs lie anywhere: `rows` and `panel` are where their addresses stand, and
     `panel_bytes` is added to each of the panel's. With one vector, the second half of a panel is left out."""
@@ -62,13 +64,14 @@ def _tile(num_rows: int, is_scattered: bool, num_vectors: int = 2) -> Any:
         out_bytes: Any,
         use: Any,
         ahead: Any,
+        widened: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _Tile(builder, num_rows, is_scattered, num_vectors).emit(*arguments)
+            _Tile(builder, num_rows, is_scattered, num_vectors, width).emit(*arguments)
             return context.get_dummy_value()
 
         number = types.int64
-        return types.void(*[number] * 10), generate
+        return types.void(*[number] * 11), generate
 
     return tile
 
@@ -76,8 +79,10 @@ def _tile(num_rows: int, is_scattered: bool, num_vectors: int = 2) -> Any:
 class _Tile:
     """Emits the loop over inputs, two sums for each row in registers; then the sums to `out`."""
 
-    def __init__(self, builder: Any, num_rows: int, is_scattered: bool, num_vectors: int) -> None:
+    def __init__(self, builder: Any, num_rows: int, is_scattered: bool, num_vectors: int, width: int) -> None:
         self._builder = builder
+        self._width = width
+        self._is_largest = num_rows == MOST_ROWS and not is_scattered
         self._vectors = range(num_vectors)
         self._num_rows = num_rows
         self._is_scattered = is_scattered
@@ -95,6 +100,7 @@ class _Tile:
         out_bytes: Any,
         use: Any,
         ahead: Any,
+        widened: Any,
     ) -> None:
         builder = self._builder
         before, loop, after = builder.block, builder.append_basic_block("inputs"), builder.append_basic_block("sums")
@@ -105,13 +111,13 @@ class _Tile:
         at = builder.phi(_INT64)
         at.add_incoming(ir.Constant(_INT64, 0), before)
         sums = [[builder.phi(_VECTOR) for _ in self._vectors] for _ in range(self._num_rows)]
-        added = self._input(sums, row_bases, builder.mul(at, input_bytes), self._panel_input(panel, panel_bytes, at))
-        if self._num_rows == MOST_ROWS and not self._is_scattered:
-            first = builder.add(ahead, builder.mul(at, ir.Constant(_INT64, CACHE_LINE)))
-            # One line of each part of the next panel for each input of this.
-            for part in range(4 * PANEL // CACHE_LINE):
-                distance = builder.mul(inputs, ir.Constant(_INT64, part * CACHE_LINE))
-                _emit_prefetch(builder, builder.add(first, distance))
+        weights = self._weights(panel, panel_bytes, at)
+        added = self._input(sums, row_bases, builder.mul(at, input_bytes), weights)
+        if self._is_largest:
+            self._ask_ahead(ahead, inputs, at)
+            if self._width != WIDE:
+                place = builder.add(widened, builder.mul(at, ir.Constant(_INT64, 2 * _VECTOR_BYTES)))
+                self._put(weights, builder.inttoptr(place, _BYTE_POINTER))
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
         for of_row, added_of_row in zip(sums, added, strict=True):
             for total, new in zip(of_row, added_of_row, strict=True):
@@ -145,6 +151,23 @@ class _Tile:
             ]
         return [builder.inttoptr(address, _BYTE_POINTER) for address in addresses]
 
+    def _ask_ahead(self, ahead: Any, inputs: Any, at: Any) -> None:
+        """One line of each part of the next panel for each input of this; of half a part the same for two of them."""
+        builder = self._builder
+        left, parts = self._width * PANEL, 0
+        while left > 0:
+            line = builder.mul(at, ir.Constant(_INT64, min(left, CACHE_LINE)))
+            distance = builder.mul(inputs, ir.Constant(_INT64, parts * CACHE_LINE))
+            _emit_prefetch(builder, builder.add(ahead, builder.add(line, distance)))
+            left, parts = left - CACHE_LINE, parts + 1
+
+    def _weights(self, panel: Any, panel_bytes: Any, at: Any) -> list[Any]:
+        builder = self._builder
+        if self._width != WIDE:
+            return emit_widened(builder, self._width, LANES, panel, at)
+        first = self._panel_input(panel, panel_bytes, at)
+        return [builder.load(self._place(first, half * _VECTOR_BYTES, _VECTOR), align=4) for half in self._vectors]
+
     def _panel_input(self, panel: Any, panel_bytes: Any, at: Any) -> Any:
         """Where the weights of one input begin."""
         builder = self._builder
@@ -154,7 +177,7 @@ class _Tile:
             return builder.inttoptr(address, _BYTE_POINTER)
         return builder.gep(builder.inttoptr(panel, _BYTE_POINTER), [builder.mul(at, panel_bytes)])
 
-    def _input(self, sums: list[list[Any]], row_bases: list[Any], input_at: Any, weights_at: Any) -> list[list[Any]]:
+    def _input(self, sums: list[list[Any]], row_bases: list[Any], input_at: Any, weights: list[Any]) -> list[list[Any]]:
         """The sums with one input's products added."""
         builder = self._builder
         multiply_add = cgutils.get_or_insert_function(
@@ -162,9 +185,6 @@ class _Tile:
         )
         undefined = ir.Constant(_VECTOR, ir.Undefined)
         everywhere = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
-        weights = [
-            builder.load(self._place(weights_at, half * _VECTOR_BYTES, _VECTOR), align=4) for half in self._vectors
-        ]
         added = []
         for base, of_row in zip(row_bases, sums, strict=True):
             value = builder.load(self._place(base, input_at, _FLOAT), align=4)
@@ -180,11 +200,17 @@ class _Tile:
             sums = [[self._gated(*of_row)] for of_row in sums]
         for row, of_row in enumerate(sums):
             first = builder.inttoptr(builder.add(out, builder.mul(out_bytes, ir.Constant(_INT64, row))), _BYTE_POINTER)
-            for half, total in enumerate(of_row):
-                target = self._place(first, half * _VECTOR_BYTES, _VECTOR)
-                if use == ADD:
-                    total = builder.fadd(total, builder.load(target, align=4))
-                builder.store(total, target, align=4)
+            if use == ADD:
+                places = [self._place(first, half * _VECTOR_BYTES, _VECTOR) for half in range(len(of_row))]
+                of_row = [
+                    builder.fadd(total, builder.load(place, align=4))
+                    for total, place in zip(of_row, places, strict=True)
+                ]
+            self._put(of_row, first)
+
+    def _put(self, vectors: list[Any], first: Any) -> None:
+        for half, vector in enumerate(vectors):
+            self._builder.store(vector, self._place(first, half * _VECTOR_BYTES, _VECTOR), align=4)
 
     def _gated(self, gate: Any, up: Any) -> Any:
         builder, one = self._builder, ir.Constant(_VECTOR, [1.0] * LANES)
@@ -218,10 +244,13 @@ def _prefetch(typing_context: Any, address: Any) -> Any:
 prefetch: Any = _prefetch  # Called without the first argument, which is numba's.
 
 # Sizes between these would win a little for few row counts, and cost each first start a second of compiling.
-_tile_1, _tile_4, _tile_most = (_tile(num_rows, is_scattered=False) for num_rows in (1, 4, MOST_ROWS))
+_tile_1, _tile_4, _tile_most = (_tile(num_rows) for num_rows in (1, 4, MOST_ROWS))
+_two_1, _two_4, _two_most = (_tile(num_rows, width=2) for num_rows in (1, 4, MOST_ROWS))
+_three_1, _three_4, _three_most = (_tile(num_rows, width=3) for num_rows in (1, 4, MOST_ROWS))
 _scattered_1, _scattered_4, _scattered_most = (_tile(num_rows, is_scattered=True) for num_rows in (1, 4, MOST_ROWS))
 _half_scattered_most = _tile(MOST_ROWS, is_scattered=True, num_vectors=1)
 _ADDRESS_BYTES: Final = 8
+_WIDE_BYTES: Final = WIDE * PANEL
 
 
 @numba.njit(nogil=True, error_model="numpy", inline="never")  # type: ignore[untyped-decorator]
@@ -231,24 +260,45 @@ def multiply_panel(
     row_bytes: Any,
     input_bytes: Any,
     panel: Any,
-    panel_bytes: Any,
+    width: Any,
     inputs: Any,
     out: Any,
     out_bytes: Any,
     use: Any,
     ahead: Any,
+    widened: Any,
 ) -> None:
-    """All rows by one panel, the largest tiles first; see `_tile`. Everything is an int64. The first of the largest tiles
-    asks for the panel at `ahead`, so that whoever multiplies by that one next need not wait for memory."""
+    """All rows by one panel, whose weights take `width` bytes each, the largest tiles first; see `_tile`. Everything is an
+    int64. The first of the largest tiles asks for the panel at `ahead`, so that whoever multiplies by that one next need
+    not wait for memory, and leaves a narrow one in four bytes at `widened` for those behind it."""
+    size = np.int64(_WIDE_BYTES)
+    if num_rows >= MOST_ROWS and width != WIDE:
+        if width == 2:
+            _two_most(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
+        else:
+            _three_most(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
+        rows, out, num_rows = rows + MOST_ROWS * row_bytes, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
+        panel = ahead = widened
+        width = np.int64(WIDE)
     while num_rows >= MOST_ROWS:
-        _tile_most(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
+        _tile_most(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
         rows, out, num_rows = rows + MOST_ROWS * row_bytes, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
         ahead = panel
     while num_rows >= 4:
-        _tile_4(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
+        if width == WIDE:
+            _tile_4(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
+        elif width == 2:
+            _two_4(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
+        else:
+            _three_4(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
         rows, out, num_rows = rows + 4 * row_bytes, out + 4 * out_bytes, num_rows - 4
     while num_rows >= 1:
-        _tile_1(rows, row_bytes, input_bytes, panel, panel_bytes, inputs, out, out_bytes, use, ahead)
+        if width == WIDE:
+            _tile_1(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
+        elif width == 2:
+            _two_1(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
+        else:
+            _three_1(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)
         rows, out, num_rows = rows + row_bytes, out + out_bytes, num_rows - 1
 
 
@@ -270,15 +320,21 @@ def multiply_scattered(
     table, unused = row_addresses, np.int64(0)
     while is_half and num_rows >= MOST_ROWS:
         _half_scattered_most(
-            table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused
+            table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused, unused
         )
         table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
     while num_rows >= MOST_ROWS:
-        _scattered_most(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused)
+        _scattered_most(
+            table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused, unused
+        )
         table, out, num_rows = table + MOST_ROWS * _ADDRESS_BYTES, out + MOST_ROWS * out_bytes, num_rows - MOST_ROWS
     while num_rows >= 4:
-        _scattered_4(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused)
+        _scattered_4(
+            table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused, unused
+        )
         table, out, num_rows = table + 4 * _ADDRESS_BYTES, out + 4 * out_bytes, num_rows - 4
     while num_rows >= 1:
-        _scattered_1(table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused)
+        _scattered_1(
+            table, unused, input_bytes, panel_addresses, panel_offset, inputs, out, out_bytes, use, unused, unused
+        )
         table, out, num_rows = table + _ADDRESS_BYTES, out + out_bytes, num_rows - 1

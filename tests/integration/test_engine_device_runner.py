@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import engine.runner
@@ -30,6 +31,7 @@ from engine.kernel_cache import is_ours
 from engine.kv_memory import KvMemory
 from engine.model import load_model
 from engine.model_files import inspect_model
+from engine.narrow_weights import fewest_bytes
 from engine.panel_block import between_attentions
 from engine.plan import BlockCopy, Chunk, SampleRequest, StepPlan
 from engine.protocol import Sampling
@@ -56,6 +58,23 @@ def test_logits_equal_plain_transformers_whatever_the_chunks_and_the_company(
 
         for logits, wanted in zip(found, expected, strict=True):
             assert (logits - wanted).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float16, 3)])
+@pytest.mark.parametrize("family", ["llama", "llama_mha", "qwen2"])
+def test_a_checkpoint_of_narrow_numbers_is_read_as_such_and_computed_as_float32(
+    family: str, dtype: torch.dtype, width: int, tmp_path: Path
+) -> None:
+    rig = _Rig(write_tiny_model(tmp_path, family, dtype=dtype), "fused")
+    widths = {fewest_bytes(weight.float().numpy()) for weight in load_file(tmp_path / "model.safetensors").values()}
+    prompts = [_tokens(37, 1), _tokens(21, 2), _tokens(3, 3)]
+
+    found = [rig.in_company(prompts, sizes) for sizes in ([64], [1], [7, 1, 3])]
+
+    assert widths == {width}
+    for prompt, *logits in zip(prompts, *found, strict=True):
+        wanted = rig.reference(prompt)
+        assert all((one - wanted).abs().max() < TOLERANCE for one in logits)
 
 
 @pytest.mark.parametrize("path", PATHS)

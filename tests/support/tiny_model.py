@@ -30,16 +30,18 @@ FAMILIES = (
 )
 
 
-def write_tiny_model(directory: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
-    """A random model of two layers, about 100 kB; two seeds give other weights of one architecture. Returns
-    `directory`."""
+def write_tiny_model(
+    directory: Path, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """A random model of two layers, about 100 kB, written as `dtype`; two seeds give other weights of one architecture.
+    Returns `directory`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Fresh initialisation is so even that argmax would hang on rounding, and leaves biases and norms trivial.
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name or "bias" in name else 0.25)
-    model.save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     return directory
 
 
