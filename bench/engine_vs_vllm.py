@@ -17,6 +17,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import statistics
@@ -251,21 +252,24 @@ def _floor(model: Path) -> dict[str, float]:
 
 def held_bytes(model: Path) -> int:
     """What Halocline reads of weights in one decode: those of its products, in as few bytes as hold them exactly."""
-    import numpy
     from safetensors import safe_open
 
     from engine.narrow_weights import fewest_bytes
 
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    widths: dict[str, int] = {}
     for path in Path(model).glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
+        with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 if name.endswith(("proj.weight", "lm_head.weight", "embed_tokens.weight")):
-                    weight = file.get_tensor(name).astype(numpy.float32, copy=False)
-                    found[name] = weight.size * fewest_bytes(weight)
-    if "lm_head.weight" in found:
-        found.pop("model.embed_tokens.weight", None)  # Rows of it are looked up, and it is multiplied with nothing.
-    return sum(found.values())
+                    weight = file.get_tensor(name).float()
+                    # Layers of one input are one product.
+                    product = re.sub(r"(gate|up)_proj", "gate_up", re.sub(r"[qkv]_proj", "qkv", name))
+                    sizes[product] = sizes.get(product, 0) + weight.numel()
+                    widths[product] = max(widths.get(product, 0), fewest_bytes(weight.numpy()))
+    if "lm_head.weight" in sizes:
+        sizes.pop("model.embed_tokens.weight", None)  # Rows of it are looked up, and it is multiplied with nothing.
+    return sum(size * widths[product] for product, size in sizes.items())
 
 
 # ── the two servers ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -254,6 +254,7 @@ class EngineCore:
         self._pool.check_invariants()
         self._roster.check_invariants()
         self._offloader.check_invariants()
+        self._onboarding.check_invariants()
         expected = [0] * self.settings.num_blocks
         for sequence in (*self._roster.running.values(), *self._roster.unconfirmed.values()):
             for block in (*sequence.table, *sequence.twins.values()):

@@ -63,7 +63,8 @@ class Onboarding:
 
     def look_ahead(self, sequence: Sequence, start: int) -> None:
         """Ask about what follows the blocks that a parked sequence waits for, unless it has asked before: whoever is told
-        that they are made would otherwise begin to wait for the tier."""
+        that they are made would otherwise begin to wait for the tier. What the tier gets between the answer and then is
+        not found; its share of a prompt that others compute meanwhile would be small."""
         is_worth_asking = start < self._roster.cache.num_servable(sequence) and self._offloader.is_on
         if is_worth_asking and sequence.tier_run is None and sequence.num_lookups < _MAX_LOOKUPS:
             self._ask(sequence, start)
@@ -72,22 +73,31 @@ class Onboarding:
         count = self._roster.cache.num_servable(sequence)
         sequence.num_lookups += 1
         sequence.tier_run = (start, 0)
-        sequence.is_asking = True
-        ticket = self._outbox.next_ticket()
+        ticket = sequence.lookup = self._outbox.next_ticket()
         self._lookups[ticket] = sequence
         self._tally.lookups += 1
         self._outbox.send(Lookup(ticket, tuple(sequence.block_hashes(count)[start:count])))
 
     def looked_up(self, ticket: int, num_blocks: int) -> None:
-        """The answer; an unknown ticket is nobody's any more."""
+        """The answer; an unknown ticket is nobody's any more, and one that its sequence has forgotten is of no use to it."""
         sequence = self._lookups.pop(ticket, None)
-        if sequence is None or sequence not in self._roster.waiting:
+        if sequence is None or sequence.lookup != ticket or sequence not in self._roster.waiting:
             return
-        sequence.is_asking = False
+        sequence.lookup = None
         start = sequence.tier_run[0] if sequence.tier_run else 0
         sequence.tier_run = (start, num_blocks)
         if self._roster.waiting.parked_on(sequence) is None:
             self._roster.waiting.push(sequence)
+
+    def has_yet_to_hear(self, sequence: Sequence, walk: Walk) -> bool:
+        """Whether the tier has yet to answer what a parked sequence asked, and the answer is still of use; else that is
+        forgotten: the device has all there is to have, or less than the question stands on."""
+        if sequence.lookup is None:
+            return False
+        start = sequence.tier_run[0] if sequence.tier_run else 0
+        if walk.stopped_at is None or len(walk.blocks) < start:
+            sequence.lookup = None
+        return sequence.lookup is not None
 
     def num_to_load(self, sequence: Sequence, walk: Walk) -> int:
         """Full blocks with which the tier continues the walk."""
@@ -130,3 +140,11 @@ class Onboarding:
             sequence.served = Served(device, host, first + num_good, False)
         if sequence.is_cancelled:
             self._roster.end(sequence, now)
+
+    def check_invariants(self) -> None:
+        """One that waits is ready, parked, or waits for an answer that will come; of what runs nobody asks anything."""
+        for sequence in self._roster.sequences.values():
+            if sequence.lookup is not None:
+                assert self._lookups[sequence.lookup] is sequence
+                assert sequence in self._roster.waiting
+        self._roster.waiting.check_places(lambda each: each.lookup is not None, self._roster.producers.__contains__)

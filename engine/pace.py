@@ -27,7 +27,7 @@ _NEW_PACE: Final = 8.0
 _NEW_PAUSE_S: Final = 0.5
 """But no longer than this: whoever reads the first token should not think that it is the last."""
 SHARE_OF_OTHERS: Final = 4
-"""One part in so many of what prompts get in a step goes to those whose turn it is not."""
+"""One part in so many of what prompts get in a step goes to those whose turn it is not; the planner says when not."""
 LEAST_PREFILL: Final = 8
 """Tokens that prompts get in a step, whatever the pace: none of them stands still."""
 _LARGE_ENOUGH: Final = 16

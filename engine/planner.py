@@ -1,7 +1,8 @@
 """Makes the plan of one step: decodes first, then prefill chunks and admissions, within a budget of tokens.
 
 Three quarters of what decodes leave go to prefills in order of admission; a quarter goes round among the others and
-the next one waiting, so that a short prompt does not wait for the end of a long one. Who is next in the queue is the
+the next one waiting, so that a short prompt does not wait for the end of a long one; it is not kept for prompts of the
+one owner that is there, where the oldest ends within its part. Who is next in the queue is the
 scheduler's choice; what a plan's result means is the core's.
 """
 
@@ -215,7 +216,7 @@ class Planner:
             self._roster.waiting.park(sequence, hashes[last])
             self._onboarding.look_ahead(sequence, last + 1)
             return True
-        if sequence.is_asking:
+        if self._onboarding.has_yet_to_hear(sequence, walk):
             self._roster.waiting.hold(sequence)
             return True
         if self._onboarding.wants_lookup(sequence, walk):

@@ -94,7 +94,7 @@ class WaitingQueue:
         return list(islice(found, count))
 
     def ready_owners(self) -> set[int]:
-        """Owners of which one is ready, and maybe others of which one has been; preempted ones count like all others."""
+        """All owners of which a sequence is ready, a preempted one as well; maybe some of which one has been."""
         return {entry[2].owner_index for entry in self._front} | set(self._rotation)
 
     def parked_on(self, sequence: Sequence) -> BlockHash | None:
@@ -171,6 +171,12 @@ class WaitingQueue:
         assert self._num_removed <= _SWEEP_AFTER + len(self._members) + 1
         self.places.check_invariants()
         assert len(self.places) == len(self._members)
+
+    def check_places(self, is_asking: Callable[[Sequence], bool], is_being_made: Callable[[BlockHash], bool]) -> None:
+        """Between plans: nobody waits for what will not come."""
+        for sequence in self._members:
+            assert sequence in self._ready or sequence in self._parked_on or is_asking(sequence)
+        assert all(map(is_being_made, self._parked))
 
     def _enter(self, sequence: Sequence) -> None:
         if sequence not in self._members:

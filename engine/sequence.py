@@ -75,7 +75,7 @@ class Sequence:
     # The host tier.
     tier_run: tuple[int, int] | None = None  # first block and number of blocks that the tier was found to hold
     num_lookups: int = 0
-    is_asking: bool = False  # The tier has yet to answer one of them.
+    lookup: int | None = None  # The ticket of the one that the tier has yet to answer.
 
     # What the request asked for, block by block, once somebody has asked.
     _explicit: list[Retention | None] | None = None

@@ -153,6 +153,18 @@ def test_equal_requests_come_in_the_order_of_their_arrival() -> None:
     assert [sequence for _, sequence, _ in world.chunks] == asked
 
 
+def test_owners_are_those_of_preempted_sequences_too() -> None:
+    queue = WaitingQueue()
+    preempted, other = sequence_of(1, 7), sequence_of(2, 8)
+    preempted.was_preempted = True
+    for each in (preempted, other):
+        queue.push(each)
+
+    assert queue.ready_owners() == {7, 8}
+    queue.hold(other)
+    assert queue.ready_owners() >= {7}
+
+
 def test_who_is_first_is_found_behind_all_that_have_left_meanwhile() -> None:
     """Two that were cancelled stood before the third, and it was taken for nobody: its first chunk had 8 tokens."""
     queue = WaitingQueue()

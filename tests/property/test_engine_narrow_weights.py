@@ -102,7 +102,7 @@ def test_nothing_is_read_beyond_what_memory_for_weights_has_behind_them(width: i
         np.random.default_rng(0).standard_normal((5, PANEL)).astype(np.float32).view(np.uint32) & MASKS[width]
     ).view(np.float32)
     held = narrowed(wide, width)
-    begin = (mmap.PAGESIZE - len(held) - bytes_behind(LANES)) // 64 * 64
+    begin = mmap.PAGESIZE - len(held) - bytes_behind(LANES)  # On no boundary but that of a word.
     panel = everything[begin : begin + len(held)]
     panel[:] = held
     given_ = np.random.default_rng(1).standard_normal((1, rows, 5)).astype(np.float32)
@@ -111,6 +111,30 @@ def test_nothing_is_read_beyond_what_memory_for_weights_has_behind_them(width: i
     multiply(given_, panel[np.newaxis], NO_BIAS, MOST_ROWS, found, PUT, 1)
 
     np.testing.assert_allclose(found[0], given_[0].astype(np.float64) @ wide, rtol=2e-5, atol=2e-5)
+
+
+def test_memory_for_weights_has_room_behind_them() -> None:
+    memory = panel_linear.WeightMemory()
+
+    first, second = (memory.array(1, 3 * 64) for _ in range(2))  # Whole cache lines.
+
+    assert second.ctypes.data - (first.ctypes.data + first.nbytes) >= bytes_behind(LANES)
+
+
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_threads_widen_panels_each_for_itself(num_threads: int) -> None:
+    """Long ones, so that two are at it at once."""
+    layer = _layer(1537, 9 * PANEL, 2)
+    narrow = PanelLinear(MEMORY, [layer])
+    whole = _wide_panels([layer.weight.detach().numpy()], 1)
+    given_ = torch.randn(1, MOST_ROWS + 1, 1537).numpy()
+    found, wanted = (np.empty((1, MOST_ROWS + 1, 9 * PANEL), np.float32) for _ in range(2))
+    multiply(given_, whole, NO_BIAS, 2 * MOST_ROWS, wanted, PUT, 1)
+
+    for _ in range(100):
+        found.fill(np.nan)
+        multiply(given_, narrow.held[0], NO_BIAS, 2 * MOST_ROWS, found, PUT, num_threads)
+        assert found.tobytes() == wanted.tobytes()
 
 
 def _layer(inputs: int, outputs: int, width: int) -> torch.nn.Linear:

@@ -67,6 +67,40 @@ def test_a_burst_of_one_owner_is_cut_once_a_step_and_the_share_of_others_is_for_
     assert (max(pieces) == 1) == (num_owners == 1)
 
 
+def test_another_owner_has_its_share_also_where_only_its_prompt_that_runs_is_left() -> None:
+    """Whose turn it is among the others changes from step to step: in one of three it is theirs."""
+    theirs_in_a_step = []
+    for num_steps_before in range(3):
+        world = World(settings(4, 256, max_num_tokens=16))
+        one, other = OwnerId(b"1" * 16), OwnerId(b"2" * 16)
+        for number in range(num_steps_before):
+            world.ask([number], 1)
+        oldest = world.submit(range(100), 1, owner=one, salt="1")
+        second = world.submit(range(100, 200), 1, owner=one, salt="2")
+        while second not in world.computed:
+            world.step()
+        theirs = world.submit(range(200, 300), 1, owner=other, salt="3")
+        while world.computed[oldest] < 88:
+            world.step()
+        assert theirs in world.computed
+        plan = world.start_step()
+        assert plan is not None
+        theirs_in_a_step.append(sum(len(each.tokens) for each in plan.chunks if each.sequence_id == theirs))
+
+    assert max(theirs_in_a_step) >= 4
+
+
+def test_an_oldest_that_needs_more_than_its_part_leaves_others_theirs() -> None:
+    world = World(settings(4, 256, max_num_tokens=16))
+    world.submit(range(30), 1, salt="1")
+    world.step()
+    short = world.submit(range(4), 1, salt="2")
+
+    world.step()
+
+    assert world.lives[short].finish == "length"
+
+
 def test_a_crowd_is_looked_at_in_the_order_of_its_turns() -> None:
     """A heap is in order at its beginning only: steps were as large as prompts that came later, and cut the one between."""
     world = World(settings(4, 256, max_num_tokens=1))

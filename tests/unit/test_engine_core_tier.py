@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
+
 from cached.keys import OwnerId
 from tests.support.engine_world import World, at, settings
 
@@ -234,18 +238,16 @@ def test_what_follows_a_block_that_is_awaited_is_asked_for_meanwhile() -> None:
     """A burst behind one prompt was told all at once that its prefix was there, and only then asked the tier for what each
     goes on with: a step went by in which nobody could begin."""
     world = World(settings(4, 40, max_num_tokens=8, tier_enabled=True), tier_blocks=16)
-    world.submit([*range(12), 90])
+    world.submit([*HEAD, 90])
     world.answer_lookup(0)
     world.step()
-    waiting = [world.submit([*range(12), *range(tail, tail + 9)]) for tail in (100, 200)]
+    waiting = [world.submit([*HEAD, *range(tail, tail + 9)]) for tail in (100, 200)]
     assert world.lookups == []
 
-    plan = world.start_step()
+    world.step()
 
-    assert plan is not None
     assert [len(lookup.hashes) for lookup in world.lookups] == [2, 2]
     world.answer_tier()
-    world.finish_step()
     plan = world.start_step()
     assert plan is not None
     assert waiting[0] in {chunk.sequence_id for chunk in plan.chunks}
@@ -256,47 +258,90 @@ def test_what_follows_a_block_that_is_awaited_is_asked_for_meanwhile() -> None:
 
 def test_an_answer_that_is_late_is_waited_for_when_the_awaited_block_is_there() -> None:
     """And what the tier has is loaded then."""
-    world = World(settings(4, 12, max_num_tokens=8, tier_enabled=True), tier_blocks=16)
-    world.ask([*range(12), *range(100, 109)])
-    world.ask(range(300, 348), retention=at(0))
-    world.answer_tier()
-    held, world.tier = world.tier, {}
-    world.submit([*range(12), 90])
-    world.answer_lookup(0)
-    world.tier = held
-    world.step()
-    waiting = world.submit([*range(12), *range(100, 109)])
+    world, _, waiting = behind_a_producer_with_all_in_the_tier()
+
     world.step()
     world.step()
 
     assert world.lives[waiting].output == []
     assert [len(lookup.hashes) for lookup in world.lookups] == [2]
     world.run()
-
     first = world.lives[waiting].first
     assert first is not None
-    assert (first.device_tokens, first.host_tokens, first.computed_tokens) == (12, 8, 1)
+    assert (first.device_tokens, first.host_tokens, first.computed_tokens) == (20, 8, 1)
 
 
 def test_one_whose_producer_gave_up_asks_again_from_where_it_stands() -> None:
-    world = World(settings(4, 12, max_num_tokens=8, tier_enabled=True), tier_blocks=16)
-    world.ask([*range(12), *range(100, 109)])
-    world.ask(range(300, 348), retention=at(0))
-    world.answer_tier()
-    held, world.tier = world.tier, {}
-    producer = world.submit([*range(12), 90])
-    world.answer_lookup(0)
-    world.step()
-    waiting = world.submit([*range(12), *range(100, 109)])
-    plan = world.start_step()
-    assert plan is not None
-    assert len(world.lookups) == 1
-    world.tier = held
+    """Without hearing what it had asked: that stands on blocks which nobody makes now."""
+    world, producer, waiting = behind_a_producer_with_all_in_the_tier()
 
     world.cancel(producer)
-    world.finish_step()
-    world.run()
+    world.step()
 
+    assert [len(lookup.hashes) for lookup in world.lookups] == [2, 3]
+    world.answer_lookup(0)
+    assert world.step() is None
+    world.answer_lookup(0)
+    world.step()
+    assert [len(load.blocks) for load in world.loads] == [3]
+    world.run()
     first = world.lives[waiting].first
     assert first is not None
     assert first.computed_tokens == 1
+
+
+def test_nobody_waits_for_an_answer_about_what_the_device_has_meanwhile() -> None:
+    """One before it, which has heard that the tier has nothing, computes what it has asked for."""
+    world = World(settings(4, 16, max_num_tokens=8, tier_enabled=True), tier_blocks=16)
+    tail = range(100, 109)
+    first = [world.submit([*HEAD, *rest]) for rest in ([90], tail)]
+    world.answer_tier()
+    world.step()
+    waiting = world.submit([*HEAD, *tail])
+    world.step()
+    (late,) = world.lookups  # Whoever has heard something does not ask again.
+    world.lookups.clear()
+
+    world.run()
+
+    assert [world.computed[each] for each in (*first, waiting)] == [21, 9, 1]
+    world.core.looked_up(late.ticket, 2, world.now)
+    world.core.check_invariants()
+
+
+@pytest.mark.parametrize(("rest", "is_ready"), [([91], True), (range(100, 109), False)])
+def test_nothing_is_asked_that_no_tier_could_answer(rest: Iterable[int], is_ready: bool) -> None:
+    """Where the prompt ends behind the awaited block, and where there is no tier any more."""
+    world = World(settings(4, 16, max_num_tokens=8, tier_enabled=True), tier_blocks=16)
+    world.submit([*HEAD, 90])
+    world.answer_lookup(0)
+    world.step()
+    waiting = world.submit([*HEAD, *rest])
+    world.core.set_tier_ready(is_ready, world.now)
+
+    world.step()
+
+    assert world.lookups == []
+    world.run()
+    assert world.lives[waiting].finish == "length"
+
+
+HEAD = range(20)
+
+
+def behind_a_producer_with_all_in_the_tier() -> tuple[World, int, int]:
+    """One is at 16 of 21 tokens, and one that goes on behind its first 20 is parked and has asked for the rest. The tier has
+    all; the producer was told otherwise."""
+    world = World(settings(4, 16, max_num_tokens=8, tier_enabled=True), tier_blocks=16)
+    world.ask([*HEAD, *range(100, 109)])
+    world.ask(range(300, 363), retention=at(0))
+    world.answer_tier()
+    held, world.tier = world.tier, {}
+    producer = world.submit([*HEAD, 90])
+    world.answer_lookup(0)
+    world.tier = held
+    world.step()
+    waiting = world.submit([*HEAD, *range(100, 109)])
+    world.step()
+    assert [len(lookup.hashes) for lookup in world.lookups] == [2]
+    return world, producer, waiting

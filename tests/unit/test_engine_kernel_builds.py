@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from engine import kernel_builds
+from engine import kernel_builds, kernel_cache
 from engine.config import EngineConfig
 from engine.kernel_builds import start_builds
-from engine.kernel_cache import directory_in
+from engine.kernel_cache import directory_in, kernel_sources
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -156,3 +157,19 @@ def test_one_that_hangs_is_ended_and_so_are_all_when_the_engine_ends(
         end(builds)
 
         assert [process.returncode for process in processes] == [-signal.SIGKILL] * len(KERNELS)
+
+
+def test_all_that_kernels_are_made_of_is_in_the_name_of_their_directory() -> None:
+    """What widens narrow weights was not: of a version that changed it, kernels of the one before would have been loaded."""
+    sources = kernel_sources()
+    package = Path(kernel_cache.__file__).parent
+    kernels = [path for path in sources if re.search(r"njit|@intrinsic", path.read_text())]
+
+    used = {
+        package.parent.joinpath(*module.split(".")).with_suffix(".py")
+        for path in kernels
+        for module in re.findall(r"^from (engine\.\S+) import", path.read_text(), re.MULTILINE)
+    }
+
+    assert package / "narrow_weights.py" in used
+    assert used <= set(sources)
