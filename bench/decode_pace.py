@@ -6,7 +6,7 @@ just before and just after (memory may be twice as quick from one moment to the 
 beside it. The last row is a step of `max_num_tokens` whatever runs.
 
 Prediction: at a pace of p pauses become p times as long, and the prompt keeps (p − 1) ÷ p of the time, less what each of
-its many chunks costs for reading the context before it: 2.75 × and at most 64 % of its rate alone, at the default.
+its many chunks costs for reading the context before it: 3 × and at most 67 % of its rate alone, at the default.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from engine.values import NewRequest
 NUM_STREAMS, STREAM_PROMPT, LONG_PROMPT = 4, 200, 4000
 TOKENS_ALONE = 50
 """Of each stream, between which pauses are measured before the prompt comes, and again behind its first token."""
-SETTINGS: tuple[float | None, ...] = (1.5, 2.0, 2.75, 3.5, 5.0, 8.0, None)
+SETTINGS: tuple[float | None, ...] = (1.5, 2.0, 2.5, 3.0, 3.5, 5.0, 8.0, None)
 ROUNDS = 5
 PAUSE_BAR, RATE_BAR = 3.0, 0.6
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)

@@ -54,7 +54,7 @@ class EngineConfig(BaseModel):
         default=512, ge=1, le=1 << 20, description="Tokens that one step may have at most, prefill and decode."
     )
     decode_pace: float = Field(
-        default=2.75,
+        default=3.0,
         ge=1.0,
         le=1e6,
         allow_inf_nan=False,

@@ -134,7 +134,7 @@ def warm_up(runner: ModelRunner, max_num_tokens: int) -> tuple[Rate, StepRates]:
     after this, and the times are the first measurements of the prefill rate and of what steps cost.
     """
     info = runner.info
-    rate, step_rates = Rate(), StepRates()
+    rate, step_rates = Rate(), StepRates(info.attended_at_once)
     room = min(info.num_blocks * info.tokens_per_block, info.max_context_tokens)
     num_tokens = max(1, min(max_num_tokens, room) - 1)
     far = min(WARM_UP_FAR, room - num_tokens)

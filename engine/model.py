@@ -36,6 +36,7 @@ class ModelShape:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
 
@@ -129,6 +130,7 @@ def _shape(files: ModelFiles, model: Any) -> ModelShape:
         max_context_tokens=config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(model),
         num_layers=config.num_hidden_layers,
+        num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
     )

@@ -37,8 +37,10 @@ _LEAST_ALONE: Final = 256
 be cancelled between two layers, gets no less."""
 _TILE, _PART_OF_TILE = 12, 4
 """Rows that products on the CPU take at once, and in what is left of them; single ones take twice as long for each."""
-_MANY: Final = 32
-"""Tokens of a step from which it pays to leave out what would be multiplied row by row."""
+_LEAVEABLE: Final = 4
+"""One part in so many of a chunk may be left out beside decodes, where what is left then goes at a better rate."""
+_TRIED: Final = 16
+"""Sizes that are looked at for it."""
 _PRIOR: Final = (16.0, 1.2, 1 / 1200, 1.0, 1 / 2400, 1 / 100)
 """What to begin with, in units of a prefilled token: a small model on a CPU. Measurements put it right."""
 _GAIN: Final = 0.2
@@ -122,9 +124,12 @@ class StepRates:
     take. What attention takes comes on top of it. After each step costs are scaled by the surprise: part of it is taken for the machine's, which others may use, and
     scales all costs alike; the rest goes to each by its part in the step. So costs stay positive, nothing has to be
     remembered of single steps, and what work costs that has not been seen for long keeps its proportion to the rest.
+
+    `attended_at_once` is how many tokens of a chunk the device attends at once: it takes as long for some of them as for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attended_at_once: float = 1.0) -> None:
+        self._attended_at_once = attended_at_once
         self._costs = list(_PRIOR)
         self._num_seen = {True: 0, False: 0}
         self._num_mixed = 0
@@ -169,6 +174,15 @@ class StepRates:
     def seconds(self, work: StepWork) -> float:
         """How long a step with this work is expected to take."""
         return sum(self._parts(work))
+
+    def uneven_seconds(self, work: StepWork) -> float:
+        """As `seconds`, where what is too few for a tile takes as long as it does, and not what it does in the mean."""
+        weights, decodes, decode_context, prefill, prefill_context, read = self._parts(work)
+        rows = work.num_decodes + work.num_prefill
+        products = (decodes + prefill) * _rows_of_tiles(rows) / max(1, rows)
+        at_once = math.ceil(work.num_prefill / self._attended_at_once) * self._attended_at_once
+        attention = decode_context + prefill_context * at_once / max(1, work.num_prefill)
+        return weights + products + attention + read
 
     @property
     def is_unsure(self) -> bool:
@@ -249,10 +263,9 @@ def step_size(rates: StepRates, outlook: Outlook, decode_pace: float, most: int)
             return StepSize(min(most, others.num_decodes + chunk), sits_out=True)
         chunk = _most_within(pause_s * (_YOUNG_PACE if are_young else 1), rates, outlook, chunk)
     chunk = max(chunk, LEAST_PREFILL)
-    num_tokens = min(most, outlook.num_decodes + chunk)
-    if outlook.num_decodes and chunk < outlook.left[0] and num_tokens >= _MANY:
-        num_tokens = max(num_tokens - num_tokens % _PART_OF_TILE, min(num_tokens, outlook.num_decodes + LEAST_PREFILL))
-    return StepSize(num_tokens)
+    if outlook.num_decodes and chunk < outlook.left[0]:
+        chunk = _least_wasteful(rates, outlook, min(chunk, max(1, most - outlook.num_decodes)))
+    return StepSize(min(most, outlook.num_decodes + chunk))
 
 
 def _without_new(outlook: Outlook) -> Outlook:
@@ -283,12 +296,28 @@ def _most_within(seconds: float, rates: StepRates, outlook: Outlook, most: int) 
     return within
 
 
+def _least_wasteful(rates: StepRates, outlook: Outlook, chunk: int) -> int:
+    """Of this chunk and those a little smaller the one of which a token costs least, decodes included."""
+    fewest = max(min(chunk, LEAST_PREFILL), chunk - chunk // _LEAVEABLE, chunk - _TRIED + 1)
+    sizes = range(chunk, fewest - 1, -1)
+    return min(sizes, key=lambda size: rates.uneven_seconds(_work_with(outlook, size)) / size)
+
+
+def _rows_of_tiles(rows: int) -> int:
+    """As how many rows of whole tiles so many take."""
+    whole, rest = rows - rows % _TILE, rows % _TILE
+    return whole + rest + rest % _PART_OF_TILE
+
+
 def _step_s(rates: StepRates, outlook: Outlook, chunk: int) -> float:
     """What a step takes with a chunk of so many tokens beside those that decode."""
+    return rates.seconds(_work_with(outlook, chunk))
+
+
+def _work_with(outlook: Outlook, chunk: int) -> StepWork:
     start = outlook.prefill_start
     attended = chunk * start + chunk * (chunk + 1) // 2
-    work = StepWork(outlook.num_decodes, outlook.decode_context, chunk, attended, start if chunk else 0)
-    return rates.seconds(work)
+    return StepWork(outlook.num_decodes, outlook.decode_context, chunk, attended, start if chunk else 0)
 
 
 def _large_enough(rates: StepRates, outlook: Outlook, most: int) -> int:

@@ -58,6 +58,8 @@ class ModelInfo:
     device: str
     dtype: str
     attention: str = ""
+    attended_at_once: float = 1.0
+    """Tokens of a chunk that attention takes at once."""
     quantization: str = "none"
 
 
@@ -175,6 +177,7 @@ def load_runner(
         device=str(device),
         dtype=dtype,
         attention=attention.name,
+        attended_at_once=max(1.0, attention.queries_at_once * layout.num_kv_heads / model.shape.num_heads),
         quantization=config.quantization,
     )
     runner = ModelRunner(model, kv, attention, info, _quickest_scan(device, kernels))

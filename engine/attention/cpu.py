@@ -19,6 +19,7 @@ from engine.attention.tiled import Part, Parts, attend_parts, plan_parts
 from engine.batch import PackedBatch, ShortRows
 from engine.kv_memory import KvMemory
 from engine.layer_kernels import rotate_and_store
+from engine.register_tiles import LANES
 
 
 class CpuAttention:
@@ -26,6 +27,7 @@ class CpuAttention:
 
     name = "cpu"
     max_short_tokens = 4
+    queries_at_once = LANES  # Half a panel.
     shares_prefixes = True
 
     def __init__(self, kv: KvMemory, num_threads: int) -> None:

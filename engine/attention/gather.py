@@ -17,6 +17,7 @@ class GatherAttention:
 
     name = "gather"
     max_short_tokens = 0
+    queries_at_once = 1
     shares_prefixes = False
 
     def __init__(self, kv: KvMemory) -> None:

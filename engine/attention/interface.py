@@ -50,10 +50,12 @@ class ProjectedStep(AttentionStep, Protocol):
 
 class Attention(Protocol):
     """One way to attend. Chunks of up to `max_short_tokens` tokens arrive as `PackedBatch.short`, others as spans;
-    prefixes that chunks share, where `shares_prefixes`, as `PackedBatch.shared`."""
+    prefixes that chunks share, where `shares_prefixes`, as `PackedBatch.shared`. Queries of a KV head are taken
+    `queries_at_once`: some of them take as long as all."""
 
     name: str
     max_short_tokens: int
+    queries_at_once: int
     shares_prefixes: bool
 
     def begin(self, batch: PackedBatch) -> AttentionStep: ...

@@ -46,6 +46,7 @@ class FakeInfo:
     layout_fingerprint: bytes = b"halocline/fake-layout/1".ljust(32, b".")
     device: str = "cpu"
     dtype: str = "none"
+    attended_at_once: float = 1.0
 
 
 class FakeKv:
