@@ -47,7 +47,8 @@ def test_a_product_is_whole_also_with_more_threads_than_panels(
     panels = rng.standard_normal((num_panels, inputs, PANEL), np.float32)
     out = np.full((1, num_rows, outputs), np.nan, np.float32)
 
-    multiply(rows, panels, np.empty(0, np.float32), MOST_ROWS, out, PUT, num_threads)
+    held = panels.view(np.uint8).reshape(num_panels, -1)
+    multiply(rows, held, np.empty(0, np.float32), MOST_ROWS, out, PUT, num_threads)
 
     wanted = np.concatenate([rows[0].astype(np.float64) @ panel for panel in panels], 1)[:, :outputs]
     assert np.abs(out[0] - wanted).max() < 1e-4
