@@ -250,7 +250,7 @@ def _floor(model: Path) -> dict[str, float]:
     return found
 
 
-def held_bytes(model: Path) -> int:
+def held_bytes(model: Path | str) -> int:
     """What Halocline reads of weights in one decode: those of its products, in as few bytes as hold them exactly."""
     from safetensors import safe_open
 

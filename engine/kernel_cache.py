@@ -37,13 +37,13 @@ def directory_in(kernel_cache_dir: Path) -> Path:
 @cache
 def _sources_digest() -> str:
     """A name that changes with any kernel of this package."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in kernel_sources())).hexdigest()[:16]
+    return hashlib.sha256(b"".join(kernel_sources().values())).hexdigest()[:16]
 
 
-def kernel_sources() -> list[Path]:
-    """The modules of this package that kernels are made of: those that name what compiles them."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return [path for path in files if any(name in path.read_bytes() for name in (b"numba", b"llvmlite"))]
+def kernel_sources() -> dict[Path, bytes]:
+    """The modules of this package that kernels are made of, and what they hold: those that name what compiles them."""
+    texts = {path: path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))}
+    return {path: text for path, text in texts.items() if b"numba" in text or b"llvmlite" in text}
 
 
 def is_kept(kernel_cache_dir: Path) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numba
 import numpy as np
 
 from engine.claims import claim
 from engine.narrow_weights import WIDE
-from engine.register_tiles import ADD, CACHE_LINE, GATE, LANES, MOST_ROWS, PANEL, multiply_panel
-
-_WIDE_BYTES: Final = WIDE * PANEL
+from engine.register_tiles import ADD, CACHE_LINE, GATE, LANES, MOST_ROWS, PANEL, WIDE_BYTES, multiply_panel
 
 
 @numba.njit(parallel=True, nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -33,7 +31,7 @@ def multiply(
     claims = np.empty(num_blocks * num_panels, np.uint8)
     for each in range(len(claims)):  # A whole array at once would be a parallel part of its own.
         claims[each] = 0
-    wide_bytes = rows.shape[2] * _WIDE_BYTES if width != WIDE and num_rows >= MOST_ROWS else 0
+    wide_bytes = rows.shape[2] * WIDE_BYTES if width != WIDE and num_rows >= MOST_ROWS else 0
     wide = np.empty((num_threads, wide_bytes + CACHE_LINE), np.uint8)
     for thread in numba.prange(num_threads):
         widened = np.int64(wide.ctypes.data) + thread * wide.shape[1] + CACHE_LINE - 1
@@ -88,7 +86,7 @@ def _multiply_task(
     left = out_pieces * out_width - first
     beside = np.empty((count if left < PANEL and use != GATE else 0, PANEL), np.float32)
     if len(beside) > 0:
-        target, target_bytes = np.int64(beside.ctypes.data), _WIDE_BYTES
+        target, target_bytes = np.int64(beside.ctypes.data), WIDE_BYTES
         for row in range(count):
             for output in range(left):
                 beside[row, output] = out[0, first_row + row, first + output]

@@ -2,8 +2,8 @@
 
 Three quarters of what decodes leave go to prefills in order of admission; a quarter goes round among the others and
 the next one waiting, so that a short prompt does not wait for the end of a long one; it is not kept for prompts of the
-one owner that is there, where the oldest ends within its part. Who is next in the queue is the
-scheduler's choice; what a plan's result means is the core's.
+one owner that is there, where the oldest ends within its part. Who is next in the queue is the scheduler's choice; what a
+plan's result means is the core's.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class Planner:
 
     def _num_known(self, sequence: Sequence) -> int:
         """Tokens that a waiting sequence will not compute: they are there, or the one it waits for computes them."""
-        awaited = self._roster.waiting.parked_on(sequence)
-        if awaited is None:
+        if self._roster.waiting.parked_on(sequence) is None:
             return self._cache.num_cached_tokens(sequence)
         num_blocks = self._cache.num_cached(sequence)
         # One that has run before knows the hash of its last block as well, of which a token has to be computed.

@@ -2,7 +2,8 @@
 
 A panel is as many outputs as two vector registers hold. A tile keeps two registers of sums for each of its rows, as many
 rows as there are registers for, and multiplies and adds once for each; so it computes at the rate that the core has, as
-long as what it reads comes in time. What panels hold, and where they lie, is for the kernels that use it.
+long as what it reads comes in time. What panels hold, and where they lie, is for the kernels that use it; in how many bytes
+each of their numbers lies there is `narrow_weights.py`'s.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LANES: Final = 16 if _HAS_AVX512 else 8
 CACHE_LINE: Final = 64
 PANEL: Final = 2 * LANES
 """Outputs of a panel."""
+WIDE_BYTES: Final = WIDE * PANEL
+"""Of one input of a panel, in four bytes a weight."""
 MOST_ROWS: Final = 12 if _HAS_AVX512 else 6
 """Rows of the largest tile: multiples of it are multiplied at the best rate."""
 PUT, ADD, GATE = 0, 1, 2
@@ -154,12 +157,10 @@ class _Tile:
     def _ask_ahead(self, ahead: Any, inputs: Any, at: Any) -> None:
         """One line of each part of the next panel for each input of this; of half a part the same for two of them."""
         builder = self._builder
-        left, parts = self._width * PANEL, 0
-        while left > 0:
-            line = builder.mul(at, ir.Constant(_INT64, min(left, CACHE_LINE)))
-            distance = builder.mul(inputs, ir.Constant(_INT64, parts * CACHE_LINE))
+        for begin in range(0, self._width * PANEL, CACHE_LINE):
+            line = builder.mul(at, ir.Constant(_INT64, min(self._width * PANEL - begin, CACHE_LINE)))
+            distance = builder.mul(inputs, ir.Constant(_INT64, begin))
             _emit_prefetch(builder, builder.add(ahead, builder.add(line, distance)))
-            left, parts = left - CACHE_LINE, parts + 1
 
     def _weights(self, panel: Any, panel_bytes: Any, at: Any) -> list[Any]:
         builder = self._builder
@@ -250,7 +251,6 @@ _three_1, _three_4, _three_most = (_tile(num_rows, width=3) for num_rows in (1, 
 _scattered_1, _scattered_4, _scattered_most = (_tile(num_rows, is_scattered=True) for num_rows in (1, 4, MOST_ROWS))
 _half_scattered_most = _tile(MOST_ROWS, is_scattered=True, num_vectors=1)
 _ADDRESS_BYTES: Final = 8
-_WIDE_BYTES: Final = WIDE * PANEL
 
 
 @numba.njit(nogil=True, error_model="numpy", inline="never")  # type: ignore[untyped-decorator]
@@ -271,7 +271,7 @@ def multiply_panel(
     """All rows by one panel, whose weights take `width` bytes each, the largest tiles first; see `_tile`. Everything is an
     int64. The first of the largest tiles asks for the panel at `ahead`, so that whoever multiplies by that one next need
     not wait for memory, and leaves a narrow one in four bytes at `widened` for those behind it."""
-    size = np.int64(_WIDE_BYTES)
+    size = np.int64(WIDE_BYTES)
     if num_rows >= MOST_ROWS and width != WIDE:
         if width == 2:
             _two_most(rows, row_bytes, input_bytes, panel, size, inputs, out, out_bytes, use, ahead, widened)

@@ -9,6 +9,8 @@ import pytest
 from cached.keys import OwnerId
 from tests.support.engine_world import World, at, settings
 
+HEAD = range(20)
+
 
 def test_rule_2_6_a_release_touches_what_the_tier_holds() -> None:
     world = World(settings(4, 8, tier_enabled=True), tier_blocks=8)
@@ -324,9 +326,6 @@ def test_nothing_is_asked_that_no_tier_could_answer(rest: Iterable[int], is_read
     assert world.lookups == []
     world.run()
     assert world.lives[waiting].finish == "length"
-
-
-HEAD = range(20)
 
 
 def behind_a_producer_with_all_in_the_tier() -> tuple[World, int, int]:

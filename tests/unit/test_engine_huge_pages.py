@@ -61,6 +61,15 @@ def test_the_pool_takes_its_pages() -> None:
     assert _resident_bytes(pool) >= pool.nbytes
 
 
+def test_a_neighbour_that_somebody_holds_is_not_counted() -> None:
+    """The system joins mappings that lie side by side: what was there of the one was taken for the other's."""
+    neighbours = [huge_pages(8 * MIB) for _ in range(8)]
+    for neighbour in neighbours[::2]:
+        neighbour[:] = 1
+
+    assert [_resident_bytes(memory) for memory in neighbours] == [8 * MIB, 0] * 4
+
+
 def _resident_bytes(memory: np.ndarray) -> int:
     """Of these very pages, as mincore(2) says. What /proc/self/smaps says of a mapping is not it: the system joins
     neighbouring mappings, so an array somebody else still held was counted."""
@@ -73,12 +82,3 @@ def _resident_bytes(memory: np.ndarray) -> int:
     ):
         raise OSError(ctypes.get_errno(), "mincore")
     return int((pages & 1).sum()) * mmap.PAGESIZE
-
-
-def test_a_neighbour_that_somebody_holds_is_not_counted() -> None:
-    """The system joins mappings that lie side by side: what was there of the one was taken for the other's."""
-    neighbours = [huge_pages(8 * MIB) for _ in range(8)]
-    for neighbour in neighbours[::2]:
-        neighbour[:] = 1
-
-    assert [_resident_bytes(memory) for memory in neighbours] == [8 * MIB, 0] * 4
